@@ -16,10 +16,11 @@ from toolkit.config.job import Job
 from toolkit.config.layout import Layout
 from toolkit.config.pipeline_schedules import Schedule
 from toolkit.config.recipe import Recipe
+from toolkit.config.stage_balance import CPU_FLOPS_PER_BYTE
 from toolkit.config.strategy import Strategy
 from toolkit.engines.factory import create_engine
 from toolkit.engines.optimizer_states import MASTER
-from toolkit.estimate.memory_request import MemoryRequest
+from toolkit.engines.second_weights import SecondWeights
 from toolkit.parallel.distilled_loss import TopTokens
 from toolkit.parallel.tensor import collectives
 from toolkit.planner.run_memory import memory_request
@@ -112,30 +113,31 @@ def test_objectives_and_teachers_are_rehearsed_as_live_ranks_compute_them(
     check_against_live_ranks(job_in(make_recipe, layout, **OTHER_LOSSES[loss]), ranks)
 
 
-@pytest.fixture
-def one_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Estimates whose activations are those of the whole model, so that one recording serves all layouts."""
+def bytes_of_reference(job: Job) -> tuple[int, int]:
+    """Copy the weights of a live rank, as an objective does that keeps its reference: its stage, and bytes."""
+    small = rehearsed_job(job)
+    engine = create_engine(small, torch.device("cpu"), rehearsed_config(small, hidden_size=48, on_gpu=False))
+    with LiveBytes() as memory:
+        reference = SecondWeights.frozen(engine)
+    assert reference is not None  # it lives until the bytes are counted
+    return job.layout.coordinate(dist.get_rank()).pipe, memory.live_bytes
 
-    def standing_in(*arguments: Any, **keywords: Any) -> MemoryRequest:
-        return replace(memory_request(*arguments, **keywords), stand_ins=True)
 
-    monkeypatch.setattr("toolkit.recorder.rehearsal.rehearse.memory_request", standing_in)
-
-
-@pytest.mark.usefixtures("one_recording")  # the same activations are on both sides of the differences
 @pytest.mark.parametrize(
-    "layout", [pytest.param(x, marks=pytest.mark.whole) for x in ("z0", "dp2-z3", "dp2-tp2-z1", "tp2-pp2-z1")]
+    "layout", ["dp2-z3", *(pytest.param(x, marks=pytest.mark.whole) for x in ("z0", "dp2-tp2-z1", "tp2-pp2-z1"))]
 )
-def test_a_reference_in_memory_takes_what_is_estimated(make_recipe: MakeRecipe, layout: str) -> None:
-    changes = OTHER_LOSSES["online"]
-    with_copy = rehearse(job_in(make_recipe, layout, **changes), on_gpu=False)
-    cached = {**changes, "train__objective": {"name": "dpo"}}
-    without = rehearse(job_in(make_recipe, layout, **cached), on_gpu=False)
-    assert len(with_copy.kinds) == len(without.kinds)
-    for online, initial in zip(with_copy.kinds, without.kinds, strict=True):
-        assert initial.estimate.reference == 0
-        assert online.estimate.reference == online.peak - initial.peak
-        assert online.estimate.allocated - initial.estimate.allocated == online.estimate.reference
+def test_a_reference_in_memory_takes_what_is_estimated(make_recipe: MakeRecipe, ranks: Ranks, layout: str) -> None:
+    job = job_in(make_recipe, layout, **OTHER_LOSSES["online"])
+    initial = job_in(make_recipe, layout, **OTHER_LOSSES["online"] | {"train__objective": {"name": "dpo"}})
+    online_stages, initial_stages = (
+        replace(memory_request(each.recipe, each.layout, each.batch), flops_per_byte=CPU_FLOPS_PER_BYTE).stages()
+        for each in (job, initial)
+    )
+    for stage, measured in ranks(bytes_of_reference, job.layout.world_size, job):
+        online, without = online_stages[stage], initial_stages[stage]
+        assert online.reference == measured > 0
+        assert without.reference == 0
+        assert online.allocated - without.allocated == measured
 
 
 def job_with_teacher(make_recipe: MakeRecipe, folder: Path, layout: str, **changes: Any) -> Job:

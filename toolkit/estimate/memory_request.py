@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from toolkit.config.context_exchange import key_value_width
 from toolkit.config.distill_section import BATCHES_A_COMMIT
 from toolkit.config.layout import Layout, recomputes
+from toolkit.config.stage_balance import GPU_FLOPS_PER_BYTE
 from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.computation import Attention
@@ -55,6 +56,14 @@ class MemoryRequest:
     """The GPU; None: only what PyTorch allocates is estimated."""
     stand_ins: bool = False
     """Whether a pass that is not recorded takes the recording of one that hardly needs less, so that none is made."""
+    flops_per_byte: float = GPU_FLOPS_PER_BYTE
+    """FLOPs in the time of a byte of memory traffic: training on CPUs chooses other stages."""
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The stage bounds that training chooses: stage k has layers [bounds[k], bounds[k + 1])."""
+        adapters_alone = self.setup.computation.trainable.startswith("lora:")
+        return bounds_of(self.setup, adapters_alone=adapters_alone, flops_per_byte=self.flops_per_byte)
 
     def stages(self) -> tuple[MemoryBreakdown, ...]:
         """Estimate every pipeline stage, or every rank of a pipeline whose ranks have several.
@@ -127,8 +136,7 @@ class MemoryRequest:
         if isinstance(self.framework, FrameworkProfile):
             layout.refuse_schedule("another framework's schedule is part of its profile")
             return stage_layers(self.framework, setup.model, layout.pp)
-        bounds = bounds_of(setup, adapters_alone=setup.computation.trainable.startswith("lora:"))
-        return [range(start, stop) for start, stop in pairwise(bounds)]
+        return [range(start, stop) for start, stop in pairwise(self.bounds)]
 
     def _breakdown(self, stage: int, layers: range) -> MemoryBreakdown:
         """Compute the two moments of one stage that may be its peak, and break the worse one down."""

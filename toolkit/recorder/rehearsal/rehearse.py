@@ -18,7 +18,6 @@ from toolkit.dsconfig import build
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.memory_request import MemoryRequest
 from toolkit.estimate.model_facts import ModelFacts
-from toolkit.estimate.stage_bounds import bounds_of
 from toolkit.hardware import Gpu
 from toolkit.model_init.build_model import load_config
 from toolkit.model_init.teacher_job import teacher_job, with_vectors_alone
@@ -122,7 +121,10 @@ def rehearse(
     `gpu`: what the job is to fit on; `on_gpu`: whether a GPU's kernels and stage bounds are rehearsed, or a CPU's.
     """
     check_rehearsable(job)
-    request = memory_request(job.recipe, job.layout, job.batch, gpu=gpu)
+    request = replace(
+        memory_request(job.recipe, job.layout, job.batch, gpu=gpu),
+        flops_per_byte=GPU_FLOPS_PER_BYTE if on_gpu else CPU_FLOPS_PER_BYTE,
+    )
     estimates = request.stages()
     taught: tuple[RehearsedKind, ...] = ()
     problem = ""
@@ -130,7 +132,7 @@ def rehearse(
         asked = replace(request, setup=request.setup.of_teacher())
         taught, problem = _rehearsed_teacher(job, asked, estimates, on_gpu=on_gpu, progress=progress)
     pattern = request.setup.model.parameters.pattern
-    bounds = _bounds(request, on_gpu=on_gpu)
+    bounds = request.bounds
     all_layers = len(pattern)
     if layers is not None:
         bounds = fewer_layers(bounds, pattern, layers)
@@ -178,7 +180,7 @@ def _rehearsed_teacher(
     section = job.recipe.train.distill
     assert section is not None
     asked = rehearsed_teacher(job)
-    bounds = _bounds(request, on_gpu=on_gpu)
+    bounds = request.bounds
     kinds = rank_kinds(asked.layout, bounds, request.setup.model.parameters.pattern)
     ds_config = rehearsed_config(asked, hidden_size=request.setup.model.shape.hidden, on_gpu=on_gpu)
     vocabulary = ModelFacts.from_config(model_config(job.recipe)).shape.vocab
@@ -280,16 +282,6 @@ def _structure(job: Job) -> ModelStructure | None:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(load_config(job.recipe.model))
     model.tie_weights()
     return analyze_model(model)
-
-
-def _bounds(request: MemoryRequest, *, on_gpu: bool) -> tuple[int, ...]:
-    """Return the stages that training chooses."""
-    setup = request.setup
-    return bounds_of(
-        setup,
-        adapters_alone=setup.computation.trainable.startswith("lora:"),
-        flops_per_byte=GPU_FLOPS_PER_BYTE if on_gpu else CPU_FLOPS_PER_BYTE,
-    )
 
 
 def _steps(
