@@ -6,8 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from daily import daily
 from nonempty import nonempty
 from refusals import refused
 
@@ -16,6 +19,8 @@ from toolkit import train as train_job
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.errors import ModelError, RunError
+from toolkit.parallel.tensor.region import CHAINS
+from toolkit.parallel.tiny_model import tiny_config
 from toolkit.parity import ParityRun, Tolerance, compare_curves
 from toolkit.parity.run.train_in_memory import train_in_memory
 from toolkit.step_metrics import StepMetrics
@@ -75,14 +80,94 @@ def test_zero_3_with_frozen_layers_reduces_every_adapter(make_recipe: Make, rank
 @pytest.mark.whole
 @pytest.mark.usefixtures("untranslated")
 def test_graphs_are_as_many_with_more_layers(make_recipe: Make, ranks: Ranks) -> None:
-    """Also where dropout of tensor-parallel ranks breaks them."""
     changes = DROPOUT | {"train__steps": 2, "parallel": {"tp": 2}, "train__compile": True}
     few, many = (
         ranks(compiled_trial, 2, make_recipe(**changes, overrides__n_layer=layers))[0].inspected for layers in (2, 5)
     )
     assert (few.pop("layers"), many.pop("layers")) == (2, 5)
     assert few == many
-    assert few["graph_breaks"].keys() == {"tensor-parallel dropout changes the random stream"}
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "inductor" and shutil.which("g++") is None:
+        pytest.skip("torch.compile on a CPU needs a C++ compiler")
+    if request.param != "inductor":
+        request.getfixturevalue("untranslated")
+    return str(request.param)
+
+
+@pytest.mark.parametrize(
+    ("backend", "parallel"),
+    [
+        ("aot_eager", {"tp": 2}),
+        pytest.param("inductor", {"tp": 2}, marks=pytest.mark.whole),
+        pytest.param("inductor", {"tp": 2, "recompute": "full"}, marks=pytest.mark.whole),
+        pytest.param("inductor", {"tp": 2, "pp": 2}, marks=pytest.mark.whole),
+        pytest.param("inductor", {"tp": 2, "sequence_parallel": True}, marks=pytest.mark.whole),
+    ],
+    indirect=["backend"],
+)
+def test_tensor_parallel_ranks_change_their_stream_of_dropout_within_a_graph(
+    make_recipe: Make, ranks: Ranks, backend: str, parallel: dict[str, Any]
+) -> None:
+    changes = DROPOUT | {"train__steps": 4, "parallel": parallel}
+    world_size = 2 * parallel.get("pp", 1)
+    eager = ranks(compiled_trial, world_size, make_recipe(**changes))[0]
+    compiled = ranks(compiled_trial, world_size, make_recipe(**changes, train__compile=True))[0]
+    assert compiled.inspected["graphs"] == 1
+    assert not compiled.inspected["graph_breaks"]
+    report = compare_curves(compiled.curve, eager.curve, Tolerance.fp32())
+    assert report.passed, str(report)
+
+
+def chains_of_layers(recipe: Recipe) -> list[list[str]]:
+    """What draws from the random stream in each graph of a forward pass, in order. Raises if it is no chain of data."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    from toolkit.engines import compiled_layers
+
+    chains: list[list[str]] = []
+
+    def record_chain(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        ancestors: dict[torch.fx.Node, set[torch.fx.Node]] = {}
+        chain: list[torch.fx.Node] = []
+        for node in graph.graph.nodes:
+            ancestors[node] = set().union(*({each} | ancestors[each] for each in node.all_input_nodes))
+            name = str(node.target)
+            if name.startswith("dstk.") or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                assert not chain or chain[-1] in ancestors[node], f"{node} does not follow from {chain[-1]}"
+                chain.append(node)
+        chains.append([str(node.target) for node in chain])
+        return graph
+
+    backend = aot_autograd(
+        fw_compiler=record_chain,
+        bw_compiler=lambda graph, _: graph,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    with mock.patch.object(compiled_layers, "_OPTIONS", {"backend": backend}):
+        train_in_memory(recipe)
+    return chains
+
+
+@pytest.mark.parametrize("family", daily(CHAINS, lambda _, family: family == "gpt2"))
+def test_layers_whose_graphs_change_the_stream_draw_in_one_chain(
+    make_recipe: Make, ranks: Ranks, tmp_path: Path, family: str
+) -> None:
+    config = tiny_config(family, vocab_size=320)
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.1)
+    config.save_pretrained(tmp_path / family)
+    model = {"name_or_path": str(tmp_path / family)}
+    recipe = make_recipe(model=model, train__steps=1, parallel={"tp": 2}, train__compile=True)
+    (chain,) = ranks(chains_of_layers, 2, recipe)[0]
+    changes = [name.removeprefix("dstk.").partition("_own")[0] for name in chain if name.startswith("dstk.")]
+    assert changes == ["enter", "leave"] * (len(changes) // 2)
+    assert len(changes) < len(chain)
+    assert changes
 
 
 MIXTURE = {

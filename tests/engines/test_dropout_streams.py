@@ -46,7 +46,8 @@ def drop(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def region(*, sequence_parallel: bool = False, gathers: bool = False) -> Region:
-    return Region(dist.group.WORLD, sequence_parallel=sequence_parallel, dropout=True, gathers=gathers)
+    group = dist.group.WORLD
+    return Region(group, sequence_parallel=sequence_parallel, dropout=True, gathers=gathers, is_chain=True)
 
 
 def seed_as_between_blocks(seed: int, *, sequence_parallel: bool) -> None:
@@ -62,7 +63,7 @@ def masks_around(sequence_parallel: bool = False, gathers: bool = False, trainin
     kept = {"before": drop(x)[1]}
     inside = place.enter(x, block)
     kept["inside"] = drop(torch.ones(2, 8, 8))[1]
-    place.leave(inside)
+    place.leave(inside, block)
     kept["behind"] = drop(x)[1]
     return kept
 
@@ -96,6 +97,39 @@ def test_evaluation_leaves_the_stream_alone(ranks: Ranks) -> None:
     assert torch.equal(first["inside"], second["inside"])
 
 
+def dropped_around(place: Region, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What dropout leaves of x before, in and behind a region, multiplied."""
+    inside = place.enter(F.dropout(x, 0.1), block)
+    behind: torch.Tensor = F.dropout(place.leave(F.dropout(inside, 0.1), block), 0.1)
+    return behind
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_one_graph_without_breaks_drops_what_eager_code_drops(
+    ranks: Ranks, sequence_parallel: bool, backend: str
+) -> None:
+    def results(is_compiled: bool) -> list[torch.Tensor]:
+        options = {"fallback_random": True} if backend == "inductor" else None
+        compute = dropped_around
+        if is_compiled:
+            compute = torch.compile(dropped_around, backend=backend, fullgraph=True, options=options)
+        block = nn.Module()
+        place = region(sequence_parallel=sequence_parallel, gathers=sequence_parallel)
+        seed_as_between_blocks(5, sequence_parallel=sequence_parallel)
+        outcomes = []
+        for _ in range(2):
+            x = torch.ones(2, 8, 8, requires_grad=True)
+            y = compute(place, block, x)
+            y.square().sum().backward()  # type: ignore[no-untyped-call]
+            assert x.grad is not None
+            outcomes += [y.detach(), x.grad, torch.rand(3)]
+        return outcomes
+
+    for compiled, eager in zip(ranks(results, 2, True), ranks(results, 2, False), strict=True):
+        assert all(map(torch.equal, compiled, eager))
+
+
 def test_two_regions_after_one_another_do_not_drop_alike(ranks: Ranks) -> None:
     def masks() -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -103,7 +137,7 @@ def test_two_regions_after_one_another_do_not_drop_alike(ranks: Ranks) -> None:
         for _ in range(2):
             inside = place.enter(x, block)
             found.append(drop(inside)[1])
-            place.leave(inside)
+            place.leave(inside, block)
         return found
 
     assert not any(torch.equal(*found) for found in nonempty(ranks(masks, 2)))
@@ -116,7 +150,7 @@ def test_a_region_that_two_layers_enter_changes_the_stream_once(ranks: Ranks) ->
         for layer in (nn.Module(), nn.Module()):
             inside = place.enter(x, layer)
             found.append(torch.get_rng_state())
-        place.leave(inside)
+        place.leave(inside, layer)
         return [*found, torch.get_rng_state()]
 
     first, second = ranks(states, 2)
@@ -138,7 +172,7 @@ def test_recomputation_drops_the_same_again(
             inside, kept = drop(place.enter(x, block))
             steps[-1].append(kept)
             # Where nothing behind is needed for the backward pass, recomputation stops here and never leaves.
-            y = place.leave(F.linear(inside * inside, weight))
+            y = place.leave(F.linear(inside * inside, weight), block)
             if drops_behind:
                 y, kept = drop(y)
                 steps[-1].append(kept)

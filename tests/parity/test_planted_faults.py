@@ -291,7 +291,7 @@ class TestSlices:
 
     def test_a_row_parallel_bias_added_by_every_rank(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         def forward(layer: RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
-            return layer.region.leave(layer._multiply(x, layer.bias))
+            return layer.region.leave(layer._multiply(x, layer.bias), layer)
 
         monkeypatch.setattr(RowParallelLinear, "forward", forward)
         result = train(tp=2)

@@ -73,7 +73,7 @@ class ShardedExperts(nn.Module):
         rows = weighted.new_zeros(index.numel(), hidden.shape[1])
         # Empty slots name a pair as well, the first, and have nothing to add to it.
         rows = rows.index_copy(0, pairs, weighted) if self.capacity is None else rows.index_add(0, pairs, weighted)
-        result = self.region.leave(rows.view(*index.shape, -1).sum(1).to(hidden.dtype))
+        result = self.region.leave(rows.view(*index.shape, -1).sum(1).to(hidden.dtype), self)
         return result if bias is None else result + bias.to(result.dtype)
 
     def _sorted(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -27,7 +27,7 @@ from toolkit.parallel.tensor.linear import (
     RowParallelLinear,
     sum_over_ranks,
 )
-from toolkit.parallel.tensor.region import Region, drops_activations
+from toolkit.parallel.tensor.region import CHAINS, Region, drops_activations
 from toolkit.parallel.tensor.vocabulary import shard_embedding, shard_head
 from toolkit.units import with_article
 
@@ -142,7 +142,13 @@ class TensorParallelizer:
         mark_replicated(self.model, self.structure.tied)
 
     def _region(self, *, gathers: bool) -> Region:
-        return Region(self.group, sequence_parallel=self.sequence_parallel, dropout=self.dropout, gathers=gathers)
+        return Region(
+            self.group,
+            sequence_parallel=self.sequence_parallel,
+            dropout=self.dropout,
+            gathers=gathers,
+            is_chain=self.model.config.model_type in CHAINS,
+        )
 
     def planned(self, layer: nn.Module) -> Iterator[tuple[str, nn.Module, str, list[Block]]]:
         """Yield (path, linear layer, style, blocks of its sharded features) of what the plan shards in a decoder layer.
