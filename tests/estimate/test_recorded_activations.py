@@ -89,6 +89,15 @@ def test_a_recording_that_another_size_contradicts_is_refused(monkeypatch: pytes
         record(rank_pass(TINY), 64)
 
 
+def test_a_model_of_few_positions_is_recorded_with_more_of_them_where_kernels_round_up() -> None:
+    facts = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    few, many = (
+        record(rank_pass(config_text({**facts, "max_position_embeddings": count}), tp=2, precision="fp32"), 64)
+        for count in (64, 4096)
+    )
+    assert few == many
+
+
 def test_the_meta_device_and_fake_tensors_give_the_same_recording(
     tiny: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,9 +53,7 @@ def _recorded(rank_pass: RankPass, s: int) -> Recording:
     unit = rank_pass.layout.tp if rank_pass.layout.sequence_parallel else 1
     if fake.has_experts:
         unit = lcm(unit, load(rank_pass).denominator)
-    lengths = _lengths(fake, span, unit)
     samples = (1,) if rank_pass.samples == "one" else (2, 3)
-
     traces: dict[Size, list[TracedSection]] = {}
 
     def run(at: Size, *, again: bool = False) -> list[TracedSection]:
@@ -63,17 +61,29 @@ def _recorded(rank_pass: RankPass, s: int) -> Recording:
             traces[at] = trace_pass(rank_pass, fake, mode, *at)
         return traces[at]
 
+    for lengths in _lengths(fake, span, unit):
+        sizes = _sizes(samples, lengths, run, unit)
+        if sizes is not None:
+            return assemble(run((samples[0], lengths[0])), sizes, fake.running, fake.pattern, span, unit)
+    raise ModelError("the sizes of its tensors are not polynomials in samples and positions")
+
+
+def _sizes(
+    samples: tuple[int, ...], lengths: tuple[int, int, int], run: Callable[..., list[TracedSection]], unit: int
+) -> list[Polynomial] | None:
+    """Return the size of every storage, in the order of allocation; None where one is no polynomial."""
     fewest = samples[0]
     most = samples[-1]
     bilinear_points = [(fewest, lengths[0]), (fewest, lengths[2]), (most, lengths[0]), (most, lengths[1])]
     sizes = _solved([*dict.fromkeys(bilinear_points)], run, unit)
-    if sizes is None:
-        # Some sizes have a square of the positions: they need every point, and one more that the solution must meet.
-        sizes = _solved([(count, length) for count in samples for length in lengths], run, unit)
-        check_point = (most + 1, lengths[2]) if most > 1 else bilinear_points[0]
-        if sizes is None or not fits(sizes, allocated(run(check_point), unit), check_point):
-            raise ModelError("the sizes of its tensors are not polynomials in samples and positions")
-    return assemble(run(bilinear_points[0]), sizes, fake.running, fake.pattern, span, unit)
+    if sizes is not None:
+        return sizes
+    # Some sizes have a square of the positions: they need every point, and one more that the solution must meet.
+    sizes = _solved([(count, length) for count in samples for length in lengths], run, unit)
+    check_point = (most + 1, lengths[2]) if most > 1 else bilinear_points[0]
+    if sizes is None or not fits(sizes, allocated(run(check_point), unit), check_point):
+        return None
+    return sizes
 
 
 def _solved(points: list[Size], run: Callable[..., list[TracedSection]], unit: int) -> list[Polynomial] | None:
@@ -98,14 +108,21 @@ def _span(fake: FakeModel, s: int) -> tuple[int, int | None]:
     return (1, fake.window) if s < fake.window else (fake.window, None)
 
 
-def _lengths(fake: FakeModel, span: tuple[int, int | None], ranks: int) -> tuple[int, int, int]:
-    """Return three lengths inside `span` for which the model has positions. Rotary positions have no end."""
+def _lengths(fake: FakeModel, span: tuple[int, int | None], ranks: int) -> Iterator[tuple[int, int, int]]:
+    """Yield three lengths inside `span` that the model has positions for, and longer ones where it may have more.
+
+    Rotary positions have no end, but a model may have masks of fixed sizes, so lengths that it names come first.
+    """
     most = fake.positions if span[1] is None else min(span[1] - 1, fake.positions)
     if span[0] == fake.positions and not fake.has_learned_positions:
         most = 2 * span[0] + 2 * ranks
+    coarse = _UNITS[0] * ranks
     for unit in _UNITS:
         step = unit * ranks
         first = -(-span[0] // step) * step
         if first + 2 * step <= most:
-            return first, first + step, first + 2 * step
+            yield first, first + step, first + 2 * step
+            if unit < _UNITS[0] and span[1] is None and not fake.has_learned_positions:
+                yield coarse, 2 * coarse, 3 * coarse
+            return
     raise ModelError(f"{most} positions are too few")
