@@ -117,6 +117,19 @@ def test_a_layout_trains_what_one_process_trains(distilled: Make, ranks: Ranks, 
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("trained", ["all", "adapters"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_thirty_steps_train_what_one_process_trains(
+    distilled: Make, ranks: Ranks, tmp_path: Path, layout: str, trained: str
+) -> None:
+    changes: dict[str, Any] = {"train__steps": 30}
+    if trained == "adapters":
+        model = {"name_or_path": str(save_base(tmp_path / "base", "llama")), "init": "pretrained"}
+        changes["model"] = {**model, "lora": {"r": 4, "targets": ["all-linear"]}}
+    check_equal(distilled, ranks, LAYOUTS[layout], **changes)
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize("layout", ["z3", "tp2-sp", "pp2", "u2", "cp2-z3"])
 @pytest.mark.parametrize(
     "changes",

@@ -117,8 +117,21 @@ def test_full_logits_give_the_same_as_chunks_of_them(
     check_equal(preferences, ranks, objective, section, model={**MODEL, "loss": "plain"})
 
 
+ADAPTERS = {**MODEL, "lora": {"r": 4, "targets": ["all-linear"]}}
+EXPERTS = {
+    "name_or_path": "mixtral-8x7b",
+    "overrides": {**MODEL["overrides"], "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+TRAININGS: dict[str, dict[str, Any]] = {
+    # At larger rates the loss of so few pairs is near 0 in the end, and its relative difference is that of rounding.
+    "adamw": {"optimizer": {"name": "adamw", "lr": 3e-5, "weight_decay": 0.1}},
+    "muon": {"optimizer": {"name": "muon", "lr": 3e-5, "weight_decay": 0.1}},
+    "lora": {"model": ADAPTERS},
+}
+
+
 @pytest.mark.whole
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("training", TRAININGS)
 @pytest.mark.parametrize("objective", ["dpo", "kto", "orpo", "simpo"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_thirty_steps_train_what_one_process_trains(
@@ -127,10 +140,9 @@ def test_thirty_steps_train_what_one_process_trains(
     baselines: dict[str, ParityRun],
     objective: str,
     layout: str,
-    optimizer: str,
+    training: str,
 ) -> None:
-    # At larger rates the loss of so few pairs is near 0 in the end, and its relative difference is that of rounding.
-    changes = {"train__steps": 30, "optimizer": {"name": optimizer, "lr": 3e-5, "weight_decay": 0.1}}
+    changes = {"train__steps": 30, **TRAININGS[training]}
     check_equal(preferences, ranks, objective, LAYOUTS[layout], baselines=baselines, **changes)
 
 
@@ -167,13 +179,6 @@ def test_the_reference_of_a_checkpoint_is_the_same_in_every_layout(
     model = {"name_or_path": str(save_base(tmp_path / "base", "llama")), "init": "pretrained"}
     result = check_equal(preferences, ranks, "dpo", LAYOUTS[layout], model=model, train__objective=fields)
     assert abs(result.baseline.curve.losses[0] - math.log(2)) > 1e-3
-
-
-ADAPTERS = {**MODEL, "lora": {"r": 4, "targets": ["all-linear"]}}
-EXPERTS = {
-    "name_or_path": "mixtral-8x7b",
-    "overrides": {**MODEL["overrides"], "num_local_experts": 4, "num_experts_per_tok": 2},
-}
 
 
 @pytest.mark.whole
@@ -214,12 +219,15 @@ def test_the_engines_of_pytorch_have_any_reference(
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("objective", ["dpo", "orpo"])
+@pytest.mark.parametrize("training", TRAININGS)
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "simpo"])
 def test_experts_of_several_ranks_train_what_they_do_in_one_process(
-    preferences: Callable[..., Recipe], ranks: Ranks, objective: str
+    preferences: Callable[..., Recipe], ranks: Ranks, objective: str, training: str
 ) -> None:
-    section = {"dp": 2, "ep": 2, "zero_stage": 1}
-    check_equal(preferences, ranks, objective, section, model=EXPERTS)
+    lora = {"r": 4, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    model = {**EXPERTS, "lora": lora} if training == "lora" else EXPERTS
+    changes = {"train__steps": 30, **TRAININGS[training], "model": model}
+    check_equal(preferences, ranks, objective, {"dp": 2, "ep": 2, "zero_stage": 1}, **changes)
 
 
 @pytest.mark.whole
