@@ -97,6 +97,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("backend", "parallel"),
     [
