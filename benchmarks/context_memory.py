@@ -1,6 +1,6 @@
 """Peak memory of a rank over the length of a sequence, with one to eight ranks that share it, beside the estimate.
 
-    python benchmarks/context_memory.py           # some minutes
+    python benchmarks/context_memory.py           # about twenty minutes
     python benchmarks/context_memory.py --quick   # does it run? The figures mean nothing.
     python benchmarks/context_memory.py --save    # also writes benchmarks/results/context_memory.md
 
@@ -11,8 +11,8 @@ micro-batch; ranks are forked gloo ranks with one thread each. One rank alone ha
     measured     most bytes of live tensors at any moment of two steps, from the building of the model on, of all ranks;
                  what a kernel allocates and frees within is not seen
     estimate     what `dstk memory` says that PyTorch allocates on a GPU
-    per position bytes of the row over those of the row above, for each position that a rank has more: if a term grew
-                 with the square of the length, it would double from row to row
+    per position bytes that the row has more than the one above, for each position that a rank has more there: if a
+                 term grew with the square of the length, this would double from row to row
 """
 
 import argparse
@@ -44,7 +44,8 @@ from toolkit.planner.run_memory import estimate_for_run
 
 RANKS = (1, 2, 4, 8)
 LENGTHS = (2048, 4096, 8192, 16384)
-LAYERS, HIDDEN = 4, 128
+LAYERS = 4
+HIDDEN = 128
 
 
 def main() -> None:
@@ -79,12 +80,15 @@ def rows_of(folder: Path, ranks: int, lengths: tuple[int, ...]) -> list[list[str
         measured.append(max(run_ranks(live_peak, ranks, recipe, timeout_seconds=1800)))
         estimated.append(max(stage.allocated for stage in estimate_for_run(recipe, job.layout, job.batch)))
     positions = [length // ranks for length in lengths]
-    columns = [f"{length:,}" for length in lengths]
-    figures = zip(
-        columns, mebibytes(measured), slopes(measured, positions), mebibytes(estimated), slopes(estimated, positions),
-        strict=True,
-    )  # fmt: skip
-    return [[f"cp{ranks}-z1", *row] for row in figures]
+    columns = [
+        [f"cp{ranks}-z1"] * len(lengths),
+        [f"{length:,}" for length in lengths],
+        mebibytes(measured),
+        slopes(measured, positions),
+        mebibytes(estimated),
+        slopes(estimated, positions),
+    ]
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def live_peak(recipe: Recipe) -> int:

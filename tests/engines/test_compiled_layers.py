@@ -43,7 +43,10 @@ def compiled_trial(recipe: Recipe) -> ParityRun:
     return train_in_memory(recipe, inspect=lambda engine: engine.compiled and engine.compiled.facts())
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
+
+
+@NEEDS_COMPILER
 @pytest.mark.parametrize(
     ("engine", "stage"),
     [
@@ -89,12 +92,10 @@ def test_graphs_are_as_many_with_more_layers(make_recipe: Make, ranks: Ranks) ->
 
 
 @pytest.fixture
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "inductor" and shutil.which("g++") is None:
-        pytest.skip("torch.compile on a CPU needs a C++ compiler")
-    if request.param != "inductor":
+def backend(request: pytest.FixtureRequest) -> None:
+    """The compiler of the layers: `inductor`, as in a run, or `aot_eager`, which runs graphs as they are."""
+    if request.param == "aot_eager":
         request.getfixturevalue("untranslated")
-    return str(request.param)
 
 
 @pytest.mark.daily
@@ -102,15 +103,21 @@ def backend(request: pytest.FixtureRequest) -> str:
     ("backend", "parallel"),
     [
         ("aot_eager", {"tp": 2}),
-        pytest.param("inductor", {"tp": 2}, marks=pytest.mark.whole),
-        pytest.param("inductor", {"tp": 2, "recompute": "full"}, marks=pytest.mark.whole),
-        pytest.param("inductor", {"tp": 2, "pp": 2}, marks=pytest.mark.whole),
-        pytest.param("inductor", {"tp": 2, "sequence_parallel": True}, marks=pytest.mark.whole),
+        *(
+            pytest.param("inductor", parallel, marks=[pytest.mark.whole, NEEDS_COMPILER])
+            for parallel in (
+                {"tp": 2},
+                {"tp": 2, "recompute": "full"},
+                {"tp": 2, "pp": 2},
+                {"tp": 2, "sequence_parallel": True},
+            )
+        ),
     ],
     indirect=["backend"],
 )
+@pytest.mark.usefixtures("backend")
 def test_tensor_parallel_ranks_change_their_stream_of_dropout_within_a_graph(
-    make_recipe: Make, ranks: Ranks, backend: str, parallel: dict[str, Any]
+    make_recipe: Make, ranks: Ranks, parallel: dict[str, Any]
 ) -> None:
     changes = DROPOUT | {"train__steps": 4, "parallel": parallel}
     world_size = 2 * parallel.get("pp", 1)
@@ -118,6 +125,21 @@ def test_tensor_parallel_ranks_change_their_stream_of_dropout_within_a_graph(
     compiled = ranks(compiled_trial, world_size, make_recipe(**changes, train__compile=True))[0]
     assert compiled.inspected["graphs"] == 1
     assert not compiled.inspected["graph_breaks"]
+    report = compare_curves(compiled.curve, eager.curve, Tolerance.fp32())
+    assert report.passed, str(report)
+
+
+@pytest.mark.whole
+@pytest.mark.usefixtures("untranslated")
+def test_a_family_that_is_not_known_as_a_chain_changes_the_stream_outside_of_graphs(
+    make_recipe: Make, ranks: Ranks
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 320}
+    model = {"name_or_path": "llama-tiny", "overrides": {**sizes, "attention_dropout": 0.1}}
+    changes = {"model": model, "train__steps": 4, "parallel": {"tp": 2}}
+    eager = ranks(compiled_trial, 2, make_recipe(**changes))[0]
+    compiled = ranks(compiled_trial, 2, make_recipe(**changes, train__compile=True))[0]
+    assert compiled.inspected["graph_breaks"].keys() == {"tensor-parallel dropout changes the random stream"}
     report = compare_curves(compiled.curve, eager.curve, Tolerance.fp32())
     assert report.passed, str(report)
 

@@ -59,7 +59,7 @@ def test_a_rank_that_ends_in_a_schedule_is_named_with_its_pass_and_micro_batch(
 ) -> None:
     kind, at = case
     write_recipe(tmp_path)
-    fault = Fault(kind=kind, victim=1, step=10, phase=f"pipeline: {at}")
+    fault = Fault(kind=kind, victim=1, step=3, phase=f"pipeline: {at}")
     outcome = run_fault(fault, "pp2-zbh1-z1", tmp_path)
     assert outcome["problem"] == ""
-    assert f"died in step 10 (pipeline: {at}): {ENDS[kind]}" in outcome["line"]
+    assert f"died in step 3 (pipeline: {at}): {ENDS[kind]}" in outcome["line"]

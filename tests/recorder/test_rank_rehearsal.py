@@ -21,6 +21,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.engines.factory import create_engine
 from toolkit.engines.optimizer_states import MASTER
 from toolkit.engines.second_weights import SecondWeights
+from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.parallel.distilled_loss import TopTokens
 from toolkit.parallel.tensor import collectives
 from toolkit.planner.run_memory import memory_request
@@ -113,6 +114,12 @@ def test_objectives_and_teachers_are_rehearsed_as_live_ranks_compute_them(
     check_against_live_ranks(job_in(make_recipe, layout, **OTHER_LOSSES[loss]), ranks)
 
 
+def stages_on_cpu(job: Job) -> tuple[MemoryBreakdown, ...]:
+    """Estimate the pipeline stages that training has on CPUs."""
+    request = memory_request(job.recipe, job.layout, job.batch)
+    return replace(request, flops_per_byte=CPU_FLOPS_PER_BYTE).stages()
+
+
 def bytes_of_reference(job: Job) -> tuple[int, int]:
     """Copy the weights of a live rank, as an objective does that keeps its reference: its stage, and bytes."""
     small = rehearsed_job(job)
@@ -129,12 +136,11 @@ def bytes_of_reference(job: Job) -> tuple[int, int]:
 def test_a_reference_in_memory_takes_what_is_estimated(make_recipe: MakeRecipe, ranks: Ranks, layout: str) -> None:
     job = job_in(make_recipe, layout, **OTHER_LOSSES["online"])
     initial = job_in(make_recipe, layout, **OTHER_LOSSES["online"] | {"train__objective": {"name": "dpo"}})
-    online_stages, initial_stages = (
-        replace(memory_request(each.recipe, each.layout, each.batch), flops_per_byte=CPU_FLOPS_PER_BYTE).stages()
-        for each in (job, initial)
-    )
+    online_stages = stages_on_cpu(job)
+    initial_stages = stages_on_cpu(initial)
     for stage, measured in ranks(bytes_of_reference, job.layout.world_size, job):
-        online, without = online_stages[stage], initial_stages[stage]
+        online = online_stages[stage]
+        without = initial_stages[stage]
         assert online.reference == measured > 0
         assert without.reference == 0
         assert online.allocated - without.allocated == measured
