@@ -9,14 +9,15 @@ import pytest
 from training_setups import changed, step_request
 
 from toolkit.cli.main import main
-from toolkit.config.layout import Layout
+from toolkit.config.layout import Batch, Layout
 from toolkit.errors import RunError
 from toolkit.hardware import cpu_name, gpu
 from toolkit.models.shape import ModelShape, find_config
 from toolkit.planner.auto.ranks import cluster_named
 from toolkit.planner.calibration.file import Calibration, calibration_path, current_versions
-from toolkit.planner.cluster import FORMER_NAMES
+from toolkit.planner.cluster import FORMER_NAMES, Cluster
 from toolkit.planner.execution import Execution
+from toolkit.planner.request import PlanRequest
 from toolkit.planner.step_time import predict_step
 
 CORE = {
@@ -184,6 +185,18 @@ def test_ranks_that_share_cores_take_as_long_as_fewer_ranks_with_more_samples() 
 def test_a_pipeline_on_shared_cores_has_no_bubble_where_the_cores_stay_busy() -> None:
     found = calibration(cluster=FACTS | {"send_seconds": 0.0})
     assert step("dp2-pp2-z1", found) < 1.1 * step("dp4-z1", found)
+
+
+def test_memory_and_time_of_a_plan_are_of_the_stages_that_training_has_there() -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 8, "vocab_size": 4000, "n_positions": 64}
+    layout = Layout(pp=2)
+    batch = Batch(global_batch_size=8, micro_batch_size=2, dp=1)
+    bounds = []
+    for cluster in (calibration().of_ranks(2), Cluster.of(gpu("H100"))):
+        asked = PlanRequest.of("gpt2", config, gpus=2, global_batch_size=8, seq_len=64, cluster=cluster)
+        bounds.append(asked.memory_request(layout, batch).bounds)
+        assert asked.step_request(layout, batch).bounds == bounds[-1]
+    assert bounds[0] != bounds[1]
 
 
 def test_a_plan_at_launch_takes_the_stored_constants_as_long_as_they_hold(stored: Path) -> None:

@@ -145,6 +145,11 @@ class PlanRequest:
         return self.setup.global_batch_size
 
     @property
+    def flops_per_byte(self) -> float:
+        """FLOPs in the time of a byte of memory traffic, by which training chooses the layers of pipeline stages."""
+        return CPU_FLOPS_PER_BYTE if self.cluster.cores else GPU_FLOPS_PER_BYTE
+
+    @property
     def gpu(self) -> Gpu:
         """GPU of the cluster."""
         return self.cluster.gpu
@@ -218,7 +223,7 @@ class PlanRequest:
             bounds = bounds_of(
                 setup,
                 adapters_alone=trained is not None and bool(trained.adapters),
-                flops_per_byte=CPU_FLOPS_PER_BYTE if self.cluster.cores else GPU_FLOPS_PER_BYTE,
+                flops_per_byte=self.flops_per_byte,
             )
         if trained is not None and layout.recompute in RECOMPUTE_PERIODS:
             trained = trained.recomputed
@@ -246,7 +251,13 @@ class PlanRequest:
         if isinstance(framework, FrameworkProfile):
             attention = next(iter(framework.facts["attention"]))
             setup = replace(setup, computation=replace(setup.computation, attention=attention))
-        return MemoryRequest(setup=setup, framework=framework, gpu=self.gpu, stand_ins=stand_ins)
+        return MemoryRequest(
+            setup=setup,
+            framework=framework,
+            gpu=self.gpu,
+            stand_ins=stand_ins,
+            flops_per_byte=self.flops_per_byte,
+        )
 
     def memory(self, layout: Layout, batch: Batch, *, stand_ins: bool = True) -> MemoryBreakdown:
         """Estimate the stage that takes most; `stand_ins` as in `memory_request`."""
