@@ -2,6 +2,7 @@
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 from string import Formatter
 
@@ -12,7 +13,7 @@ from synthetic_run import with_gradients, with_losses
 
 from toolkit.parity import Bounds, Cause, ParityResult
 from toolkit.parity.diagnosis import RULES, cause, diagnose
-from toolkit.parity.diagnosis.update import JUMP, largest_jump
+from toolkit.parity.diagnosis.update import JUMP, first_update, largest_jump
 
 
 def result_of(pattern: Pattern) -> ParityResult:
@@ -48,6 +49,18 @@ def test_an_equal_run_has_no_diagnosis() -> None:
 def test_rounding_has_no_diagnosis() -> None:
     rounded = with_gradients(with_losses(BASELINE, lambda step, loss: loss * (1 + 1e-7)), times(1 + 2e-7))
     assert ParityResult.of(rounded, BASELINE).diagnosis is None
+
+
+def test_first_updates_that_differ_by_rounding_are_not_of_another_weight_decay() -> None:
+    """A fit of an update by the baseline's and the weights has some decay, whatever the difference is."""
+    chance = np.random.default_rng(3)
+    updates = {
+        name: value * (1 + 1e-4 * chance.normal(size=value.shape).astype(np.float32))
+        for name, value in BASELINE.first_updates.items()
+    }
+    result = ParityResult.of(replace(BASELINE, first_updates=updates), BASELINE)
+    assert result.wrong_updates
+    assert first_update(result) is None
 
 
 def test_an_equal_run_matches_no_rule_but_the_last() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from toolkit.parity.result import ParityResult
 from toolkit.parity.tolerance import FP32_UNIT, relative
 from toolkit.units import some
 
+EXPLAINED = 0.5
+"""A multiple of the weights leaves less than this of the difference of two updates, if it is another weight decay."""
 JUMP = 30.0
 """Rounding grows by less than this factor from one step to the next; a mistake that sets in grows by more."""
 
@@ -30,12 +33,14 @@ def first_update(diff: ParityResult) -> Diagnosis | None:
     if not rows or diff.run.update_step != diff.baseline.update_step:
         return None
     evidence = worst_of(rows, len(diff.updates), "updates")
-    parts = [_parts(diff, row.name) for row in rows]
-    factors = [factor for factor, _, _ in parts]
-    if all(rest < 0.02 for _, _, rest in parts):
-        decays = [decay for _, decay, _ in parts]
+    fits = [_fit(diff, row.name) for row in rows]
+    factors = [fit.factor for fit in fits]
+    if all(fit.rest < 0.02 for fit in fits):
         if max(abs(factor - 1) for factor in factors) < SAME_RATIO:
-            if not any(decays):  # AdamW makes a whole step of a gradient that is rounding, as of biases of keys
+            # AdamW makes a whole step of a gradient that is rounding, as of biases of keys, and Muon makes small
+            # singular values as large as the others.
+            explained = sum(fit.decay != 0.0 and fit.rest < EXPLAINED * fit.difference for fit in fits)
+            if 2 * explained < len(fits):
                 return None
             only_vectors = all(diff.is_vector(row.name) for row in rows)
             groups = "norms and biases" if only_vectors else some(sorted(diff.wrong_updates))
@@ -44,7 +49,7 @@ def first_update(diff: ParityResult) -> Diagnosis | None:
         if max(abs(factor - middle) for factor in factors) < 0.01 * abs(middle):
             return diagnosis("clipping", middle=middle, evidence=evidence)
     if diff.run.diverged:
-        if all(rest < 0.2 for _, _, rest in parts):
+        if all(fit.rest < 0.2 for fit in fits):
             return diagnosis(
                 "clipping of shards",
                 least=min(factors),
@@ -126,17 +131,34 @@ def largest_jump(gaps: Sequence[float], *, floor: float) -> tuple[int, float]:
     return steepest
 
 
-def _parts(diff: ParityResult, name: str) -> tuple[float, float, float]:
-    """Fit an update as a * the baseline's + b * the weights by least squares; return a, b and the residual (0 to 1)."""
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """An update as `factor` times the baseline's and `decay` times the weights, by least squares."""
+
+    factor: float
+    decay: float
+    rest: float
+    """What the fit leaves of the update (0 to 1)."""
+    difference: float
+    """What the baseline's update leaves of it."""
+
+
+def _fit(diff: ParityResult, name: str) -> _Fit:
     update = diff.run.first_updates.get(name)
     baseline_update = diff.baseline.first_updates.get(name)
     weights = diff.baseline.initial.get(name)
+    unknown = _Fit(factor=math.nan, decay=0.0, rest=1.0, difference=1.0)
     if update is None or baseline_update is None or weights is None or update.shape != baseline_update.shape:
-        return math.nan, 0.0, 1.0
+        return unknown
     wanted = update.astype(np.float64).ravel()
     terms = np.stack([value.astype(np.float64).ravel() for value in (baseline_update, weights)], axis=1)
     if not np.isfinite(wanted).all() or not wanted.any():
-        return math.nan, 0.0, 1.0
+        return unknown
     factors = np.linalg.lstsq(terms, wanted, rcond=None)[0]
-    rest = float(np.linalg.norm(wanted - terms @ factors) / np.linalg.norm(wanted))
-    return float(factors[0]), float(factors[1]), rest
+    size = float(np.linalg.norm(wanted))
+    return _Fit(
+        factor=float(factors[0]),
+        decay=float(factors[1]),
+        rest=float(np.linalg.norm(wanted - terms @ factors)) / size,
+        difference=float(np.linalg.norm(wanted - terms[:, 0])) / size,
+    )
