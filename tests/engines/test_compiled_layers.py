@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from daily import daily
 from nonempty import nonempty
 from refusals import refused
@@ -216,7 +217,7 @@ def train_mixture(recipe: Recipe) -> tuple[list[StepMetrics], dict[str, Any] | N
         def on_run_end(self, run: TrainingRun) -> None:
             facts.append(run.engine.compiled and run.engine.compiled.facts())
 
-    result = train_job(Job.of(recipe, 1), [Compiled()], in_memory=True)
+    result = train_job(Job.of(recipe, dist.get_world_size()), [Compiled()], in_memory=True)
     return list(result.history), facts[0]
 
 
@@ -227,10 +228,93 @@ def test_experts_that_a_rank_has_all_of_are_part_of_the_graph(make_recipe: Make,
     eager, _ = ranks(train_mixture, 1, make_recipe(**changes))[0]
     compiled, facts = ranks(train_mixture, 1, make_recipe(**changes, train__compile=True))[0]
     assert facts == {"layers": 2, "graphs": 1, "graph_breaks": {}}
+    assert_same_steps(compiled, eager)
+
+
+def assert_same_steps(compiled: list[StepMetrics], eager: list[StepMetrics]) -> None:
+    """What routers put out reached the loss, and all numbers of a step are the same."""
     assert all(step.router_aux_loss for step in nonempty(eager))
     for name in ("loss", "grad_norm", "router_aux_loss", "expert_load"):
         values = [getattr(step, name) for step in compiled]
         assert values == pytest.approx([getattr(step, name) for step in eager], rel=1e-5)
+
+
+SHARED = {
+    "name_or_path": "deepseek-v3",
+    "overrides": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "vocab_size": 320,
+    },
+}
+"""A mixture with a shared expert in each layer, which runs while rows of the others are on their way."""
+BIASED = {
+    "name_or_path": "gpt-oss-20b",
+    "overrides": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["full_attention", "full_attention"],
+        "vocab_size": 320,
+    },
+}
+"""A mixture whose experts have biases, the gradients of which ranks sum with sequence parallelism."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "model", "parallel"),
+    [
+        ("aot_eager", SHARED, {"dp": 2, "ep": 2, "recompute": "full"}),
+        ("aot_eager", BIASED, {"tp": 2, "experts": "inner", "sequence_parallel": True}),
+        *(
+            pytest.param(backend, model, parallel, marks=[pytest.mark.whole, NEEDS_COMPILER])
+            for backend in ("aot_eager", "inductor")
+            for model in (MIXTURE, SHARED)
+            for parallel in (
+                {"dp": 2, "ep": 2},
+                {"dp": 2, "ep": 2, "recompute": "full", "zero_stage": 3},
+                {"tp": 2},
+                {"tp": 2, "sequence_parallel": True, "recompute": "full"},
+                {"tp": 2, "experts": "inner"},
+                {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True, "zero_stage": 2},
+                {"dp": 2, "ep": 2, "pp": 2},
+            )
+        ),
+    ],
+    indirect=["backend"],
+)
+@pytest.mark.usefixtures("backend")
+def test_experts_that_ranks_share_out_are_one_operation_of_the_graph(
+    make_recipe: Make, ranks: Ranks, model: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    changes = {"model": model | {"router_aux_loss": {"coefficient": 0.1}}, "train__steps": 4, "parallel": parallel}
+    world_size = parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("dp", 1)
+    eager, _ = ranks(train_mixture, world_size, make_recipe(**changes))[0]
+    compiled, facts = ranks(train_mixture, world_size, make_recipe(**changes, train__compile=True))[0]
+    assert facts is not None
+    assert not facts["graph_breaks"]
+    # The last layer of a pipeline's stage has a class of its own.
+    assert facts["graphs"] == parallel.get("pp", 1)
+    assert_same_steps(compiled, eager)
 
 
 @pytest.mark.usefixtures("untranslated")

@@ -2,9 +2,10 @@
 
 What is compiled is a layer's `forward`, so that what stays outside of it is not traced: ZeRO's and dropout's hooks on
 the layer, FSDP's, pipeline stages, embeddings and head. Collectives of tensor parallelism, sequence parallelism and
-Ulysses, and recomputation, are part of the graph. Experts that ranks share out are not compiled, nor are their routers:
-how many rows a rank gets differs from step to step. On a rank that has all experts, the rows of all of them together
-are as many in each step.
+Ulysses, and recomputation, are part of the graph. So are experts that ranks share out, as one operation: how many rows
+a rank gets differs from step to step (toolkit/parallel/experts/compiled_experts.py). On a rank that has all experts,
+the rows of all of them together are as many in each step. Experts that run one after the other in a loop are not
+compiled.
 """
 
 import re
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from toolkit.engines.router_records import router_classes
 from toolkit.errors import ModelError
 from toolkit.model_init.model_modules import decoder_layers
+from toolkit.parallel.experts.compiled_experts import number_experts
 from toolkit.parallel.experts.dispatch import ShardedExperts
 from toolkit.parallel.experts.sharding import experts_in
 from toolkit.units import some
@@ -33,18 +35,26 @@ _OF_ALL_EXPERTS = ("grouped_mm", "batched_mm")
 class CompiledLayers:
     """Compiles the decoder layers of a model on this rank; knows afterwards what came out."""
 
-    def __init__(self, model: PreTrainedModel, *, zero_stage: int = 0) -> None:
+    def __init__(self, model: PreTrainedModel, *, zero_stage: int = 0, is_stage: bool = False) -> None:
+        """`is_stage`: whether `model` is a pipeline stage, which has a backward pass for each tensor that it sends."""
         torch.compiler.reset()  # of an earlier engine in this process, whose variants count towards torch's limit
         self._breaks_before = _graph_breaks()
         self._graphs_before = _graphs()
-        kinds: tuple[type[nn.Module], ...] = (ShardedExperts,)
-        if not _multiplies_at_once(model):
-            kinds += router_classes(model)
+        # What a router keeps for the loss and the statistics is that of the forward pass, compiled or not.
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+        if is_stage:
+            # Otherwise a backward pass overwrites what a layer has saved, and there is no second one.
+            torch._functorch.config.donated_buffer = False
+        experts = [module for _, module in experts_in(model)]
+        for sharded in experts:
+            if isinstance(sharded, ShardedExperts):
+                number_experts(sharded)
+        routers = () if experts and all(map(_has_static_shapes, experts)) else router_classes(model)
         # A pipeline stage has placeholders for other stages' layers.
         layers = [layer for layer in decoder_layers(model) if next(layer.parameters(), None) is not None]
         for layer in layers:
             for block in layer.modules():
-                if any(isinstance(child, kinds) for child in block.children()):
+                if any(isinstance(child, routers) for child in block.children()):
                     block.forward = torch.compiler.disable(block.forward, reason=_EAGER)  # type: ignore[no-untyped-call]
             layer.forward = torch.compile(layer.forward, **_OPTIONS)
             if zero_stage == 3:
@@ -68,10 +78,9 @@ class CompiledLayers:
         )
 
 
-def _multiplies_at_once(model: PreTrainedModel) -> bool:
-    """Whether the experts of a mixture multiply the rows of all of them at once: then no shape depends on routers."""
-    used = {experts.config._experts_implementation for _, experts in experts_in(model)}
-    return bool(used) and used <= {*_OF_ALL_EXPERTS}
+def _has_static_shapes(experts: Any) -> bool:
+    """Whether no shape in a graph depends on routers: with sharded experts, or if all experts multiply at once."""
+    return isinstance(experts, ShardedExperts) or experts.config._experts_implementation in _OF_ALL_EXPERTS
 
 
 def _gather_at_once(layer: nn.Module) -> None:

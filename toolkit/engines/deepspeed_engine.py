@@ -50,7 +50,7 @@ class DeepSpeedBase(DistributedEngine):
         if self.partition is not None:
             declare_experts(self.model, self.partition.groups)
         if recipe.train.compile:
-            self.compiled = CompiledLayers(self.model, zero_stage=self._zero_stage)
+            self.compiled = CompiledLayers(self.model, zero_stage=self._zero_stage, is_stage=job.layout.pp > 1)
         groups = parameter_groups(self.named_parameters(), recipe.optimizer)
         client = None if "optimizer" in config else torch_optimizer(recipe, groups, on_gpu=self.device.type == "cuda")
         quiet = deepspeed_patches.quiet_stdout(unless=recipe.log.level == "debug")

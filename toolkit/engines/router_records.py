@@ -75,6 +75,10 @@ class RouterRecords:
         if logits.shape[-1] > self._experts:
             # A token that skips the experts is handed to the first one, with weight 0.
             experts = experts.masked_fill(weights == 0, self._experts)
+        if torch.compiler.is_compiling():
+            # A view belongs to the recomputed part of a graph, from which Dynamo hands it on. What an autograd.Function
+            # of that part returns, as ZeRO-3's linear layers do, it forgets (PyTorch 2.13).
+            logits = logits.view_as(logits)
         setattr(module, _KEPT, (logits, experts))
 
 

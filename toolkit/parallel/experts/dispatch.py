@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.parallel.experts.overlap import Overlap
+from toolkit.parallel.experts.compiled_experts import call_in_graph
+from toolkit.parallel.experts.overlap import Overlap, joined_class
 from toolkit.parallel.tensor import collectives as c
 from toolkit.parallel.tensor.region import Region
 
@@ -35,19 +36,23 @@ class ShardedExperts(nn.Module):
     """The most rows of an expert that a rank sends, and then the number that it sends, some of them empty."""
     overlap: Overlap | None = None
     """The overlap with the block's shared expert; None where the block has none that can run during the exchange."""
+    number: torch.Tensor
+    """Number of the module in the graphs of compiled layers, [1] (compiled_experts.py)."""
     outer_bias: nn.Parameter | None
     """Bias of the outputs, where the ranks' outputs are partial sums: it is added to the sum."""
 
     @staticmethod
     def adopt(experts: Any, region: Region, expert: dist.ProcessGroup, *, is_whole: bool) -> None:
         """Make a family's module, whose parameters are sharded already, one of this class."""
-        family = type(experts)
         # Another class, not a module around this one: the parameters keep their names, and the family's own forward
         # pass is called as the next one in line (`super().forward`).
-        experts.__class__ = type(f"Sharded{family.__name__}", (ShardedExperts, family), {})
+        experts.__class__ = joined_class(ShardedExperts, type(experts))
         experts.region = region
         experts.expert = expert
         experts.is_whole = is_whole
+        # In the module's own dict from the first pass on: a compiled layer is compiled again if that changes.
+        experts.kept_pairs = None
+        experts.capacity = None
         bias = None if is_whole else experts._parameters.pop("down_proj_bias", None)
         experts.register_parameter("outer_bias", bias)
         if bias is not None:
@@ -55,6 +60,12 @@ class ShardedExperts(nn.Module):
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden [t, h], index of experts [t, k], weights [t, k] -> [t, h]."""
+        if torch.compiler.is_compiling():
+            return call_in_graph(self, hidden, index, weights)
+        return self.route(hidden, index, weights)
+
+    def route(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Do what `forward` says: how many rows a rank computes, the host reads."""
         bias = None if self.outer_bias is None else (weights.unsqueeze(2) * self.outer_bias[index]).sum(1)
         group = self.region.group
         hidden = self.region.enter(hidden, self)

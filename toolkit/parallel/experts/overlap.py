@@ -15,6 +15,11 @@ import torch
 from torch import nn
 
 _NAMES = ("shared_experts", "shared_expert")
+_CALLED_WITH_VIEW = ("aria_text", "hy_v3")
+"""Families whose blocks call the experts first, and then the shared expert with a view of their input. While a layer is
+traced, nothing tells that it is one, so compiled layers compute the shared expert after the exchange."""
+_joined: dict[tuple[Any, Any], type[nn.Module]] = {}
+"""The classes that `joined_class` has made."""
 
 
 class CalledAhead(nn.Module):
@@ -48,6 +53,8 @@ class _Block(nn.Module):
     overlap: "Overlap"
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        if torch.compiler.is_compiling() and not self.overlap.is_traceable:
+            return super().forward(*arguments, **keywords)
         self.overlap.begin((*arguments, *keywords.values())[0])
         try:
             return super().forward(*arguments, **keywords)
@@ -63,6 +70,7 @@ class Overlap:
         self.experts = experts
         self.gate = gate
         self.hidden: torch.Tensor | None = None
+        self.is_traceable = experts.config.model_type not in _CALLED_WITH_VIEW
         for module in filter(None, (shared, experts, gate)):
             _adopt(module, CalledAhead, self)
         _adopt(block, _Block, self)
@@ -73,10 +81,21 @@ class Overlap:
         for module in filter(None, (self.shared, self.experts, self.gate)):
             module.known = None
 
-    def call_shared(self) -> None:
-        """Called by the experts while rows are on their way."""
+    def take_input(self) -> torch.Tensor | None:
+        """Return the input of the shared expert, for who calls it now; None once it is called."""
         hidden = self.hidden
         self.hidden = None
+        return hidden
+
+    def take_output(self) -> torch.Tensor:
+        """Return what the shared expert has computed ahead."""
+        output: torch.Tensor = self.shared.known[1]
+        self.shared.known = None
+        return output
+
+    def call_shared(self) -> None:
+        """Called by the experts while rows are on their way."""
+        hidden = self.take_input()
         if hidden is not None:
             self.shared.call_ahead(hidden)
 
@@ -110,17 +129,26 @@ def _module_of(block: nn.Module, name: str) -> nn.Module | None:
 
 
 def _adopt(module: Any, base: type[nn.Module], overlap: Overlap) -> None:
-    family = type(module)
     # Python looks `__call__` up on the class, so only another class can skip a call with all its hooks; a module
     # around this one would change the names of its parameters.
-    module.__class__ = type(family.__name__, (base, family), {"__module__": family.__module__})
+    module.__class__ = joined_class(base, type(module))
     module.overlap = overlap
+    # In the module's own dict from the first pass on: a compiled layer is compiled again if that changes.
+    module.known = None
+
+
+def joined_class(base: type[nn.Module], family: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of a family's modules that are also `base`: one for all layers, which share a compiled graph."""
+    key = (base, family)
+    if key not in _joined:
+        _joined[key] = type(family.__name__, key, {"__module__": family.__module__})
+    return _joined[key]
 
 
 def _same(tensor: torch.Tensor, argument: Any) -> bool:
     """Whether both are one tensor, or views of one tensor with all of its elements."""
     if tensor is argument:
         return True
-    if not isinstance(argument, torch.Tensor):
+    if torch.compiler.is_compiling() or not isinstance(argument, torch.Tensor):
         return False
     return tensor.numel() == argument.numel() and tensor.untyped_storage()._cdata == argument.untyped_storage()._cdata
