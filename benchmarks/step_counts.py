@@ -1,6 +1,6 @@
 """What one training step asks of a device, counted: operations, host reads, bytes, allocations, casts, collectives.
 
-    python benchmarks/step_counts.py                    # all models and layouts: about twenty minutes
+    python benchmarks/step_counts.py                    # all models and layouts: about forty minutes
     python benchmarks/step_counts.py --models llama --layouts dp2-z1 tp2-z1-sp-recompute
     python benchmarks/step_counts.py --save             # also writes benchmarks/results/step_counts.md
 
