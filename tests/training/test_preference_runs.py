@@ -130,12 +130,41 @@ def test_another_model_or_text_has_a_reference_of_its_own(
     assert len(list((tmp_path / "cache").glob("reference-*.bin"))) == 3
 
 
-@pytest.mark.parametrize("name", ["dpo", "bco"])
+ADAPTERS = {**MODEL, "lora": {"r": 4, "targets": ["all-linear"]}}
+MUON = {"name": "muon", "lr": 3e-5}
+SEQUENCE_PARALLEL = {"tp": 2, "sequence_parallel": True, "zero_stage": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "more"),
+    [
+        ("dpo", {"zero_stage": 2}, {"pp": 2}, {}),
+        ("bco", {"zero_stage": 2}, {"pp": 2}, {}),
+        *(
+            pytest.param(*row, marks=pytest.mark.whole)
+            for row in (
+                ("kto", SEQUENCE_PARALLEL, {"zero_stage": 3}, {}),
+                ("orpo", {"ulysses": 2, "zero_stage": 1}, {"tp": 2, "zero_stage": 1}, {}),
+                ("simpo", {"pp": 2, "zero_stage": 1}, {"cp": 2, "zero_stage": 1}, {}),
+                ("ipo", {"cp": 2, "zero_stage": 3}, {"pp": 2, "schedule": "zb-h1", "zero_stage": 1}, {}),
+                ("dpo", {"zero_stage": 3}, SEQUENCE_PARALLEL, {"optimizer": MUON}),
+                ("dpo", {"tp": 2, "zero_stage": 1}, {"zero_stage": 3}, {"model": ADAPTERS}),
+                ("kto", {"pp": 2, "zero_stage": 1}, {"ulysses": 2, "zero_stage": 1}, {"model": ADAPTERS}),
+            )
+        ),
+    ],
+)
 def test_a_run_resumes_in_another_layout_with_the_same_curve(
-    train: Train, tmp_path: Path, changes: Callable[..., dict[str, Any]], name: str
+    train: Train,
+    tmp_path: Path,
+    changes: Callable[..., dict[str, Any]],
+    name: str,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    more: dict[str, Any],
 ) -> None:
-    train("run_dir=run", *SETTINGS, **changes(name, parallel={"zero_stage": 2}))
-    shown = train("run_dir=on", *SETTINGS, "--resume", "run/step-00000005", **changes(name, parallel={"pp": 2}))
+    train("run_dir=run", *SETTINGS, **changes(name, parallel=before, **more))
+    shown = train("run_dir=on", *SETTINGS, "--resume", "run/step-00000005", **changes(name, parallel=after, **more))
     assert REFERENCE not in shown
     resumed, whole = timeless(tmp_path / "on"), timeless(tmp_path / "run")[5:]
     assert [step["batch"] for step in resumed] == [step["batch"] for step in whole]
@@ -148,9 +177,8 @@ def test_a_run_resumes_in_another_layout_with_the_same_curve(
 def test_lora_is_compared_with_the_model_without_adapters(
     train: Train, tmp_path: Path, changes: Callable[..., dict[str, Any]]
 ) -> None:
-    model = {**MODEL, "lora": {"r": 4, "targets": ["all-linear"]}}
-    train("run_dir=run", *SETTINGS, **changes(model=model, optimizer={"name": "adamw", "lr": 3e-3}))
-    shown = train("run_dir=on", *SETTINGS, "--resume", "run/step-00000005", **changes(model=model))
+    train("run_dir=run", *SETTINGS, **changes(model=ADAPTERS, optimizer={"name": "adamw", "lr": 3e-3}))
+    shown = train("run_dir=on", *SETTINGS, "--resume", "run/step-00000005", **changes(model=ADAPTERS))
     assert REFERENCE not in shown
     first, *_, last = steps(tmp_path / "run")
     assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
