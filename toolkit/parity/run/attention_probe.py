@@ -35,7 +35,10 @@ def attention_fault(engine: Engine) -> str:
     view = context.view()
     if view.sequence.length > _LONGEST:
         return ""
-    return next((fault for fault in gather_on_rank_0(_fault(view, context.positions, engine.device)) if fault), "")
+    # An earlier forward pass, as that of a reference, may have left the positions of its documents.
+    with context.attending(view.sequence):
+        fault = _fault(view, context.positions, engine.device)
+    return next((clause for clause in gather_on_rank_0(fault) if clause), "")
 
 
 def _fault(view: SequenceView, positions: Tensor, device: torch.device) -> str:
