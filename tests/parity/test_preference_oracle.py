@@ -7,12 +7,14 @@ Only which pairs are in a step comes from the toolkit.
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from plain_fine_tuning import save_base
 from small_preferences import make_completions, make_pairs, preference_data, write_rows
 from trl_losses import trl_loss
@@ -160,7 +162,7 @@ def test_samples_with_several_pairs_train_what_samples_of_one_do(
     assert run.curve.grad_norms == pytest.approx(norms, rel=LARGEST_DIFFERENCE)
 
 
-@pytest.mark.parametrize("objective", ["dpo", "ipo", "hinge", "robust", "kto"])
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "hinge", "robust", "kto", "orpo", "simpo", "cpo"])
 def test_the_first_gradients_are_those_of_the_trainer_of_trl(
     tmp_path: Path, make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]], objective: str
 ) -> None:
@@ -178,6 +180,8 @@ def test_the_first_gradients_are_those_of_the_trainer_of_trl(
     trainer = trl_trainer(recipe, rows, tmp_path / "trl")
     inputs = next(iter(trainer.get_train_dataloader()))
     loss = trainer.compute_loss(trainer.model, inputs)
+    if objective == "orpo":
+        loss = loss + loss_without_prompts(trainer.model, inputs)
     loss.backward()
     assert run.curve.losses[0] == pytest.approx(float(loss), rel=LARGEST_DIFFERENCE)
     expected = {name: parameter.grad.numpy() for name, parameter in trainer.model.named_parameters()}
@@ -187,11 +191,24 @@ def test_the_first_gradients_are_those_of_the_trainer_of_trl(
         assert np.abs(np.asarray(value) - expected[name]).max() < LARGEST_DIFFERENCE * norm, name
 
 
+def loss_without_prompts(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What must be added to TRL's token loss of ORPO, that of prompts and completions, to get that of completions."""
+    ids = inputs["chosen_input_ids"]
+    mask = inputs["chosen_attention_mask"]
+    logits = model(ids, attention_mask=mask, use_cache=False).logits[:, :-1].flatten(0, 1)
+    every = ids.masked_fill(mask == 0, IGNORE)[:, 1:].flatten()
+    of_completions = inputs["chosen_labels"][:, 1:].flatten()
+    difference: torch.Tensor = F.cross_entropy(logits, of_completions) - F.cross_entropy(logits, every)
+    return difference
+
+
 def trl_trainer(recipe: Recipe, rows: list[dict[str, Any]], folder: Path) -> Any:
     """TRL's trainer of the same model and objective, whose batches have all `rows`."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
     section = recipe.train.objective
     arguments: dict[str, Any] = {
@@ -204,20 +221,31 @@ def trl_trainer(recipe: Recipe, rows: list[dict[str, Any]], folder: Path) -> Any
         "use_cpu": True,
         "report_to": [],
     }
+    load_base = partial(AutoModelForCausalLM.from_pretrained, recipe.model.name_or_path)
+    models: dict[str, Any] = {"ref_model": load_base()}
     if section.name == "kto":
         make_trainer = KTOTrainer
         config = KTOConfig(desirable_weight=section.desirable_weight, **arguments)
+    elif not section.needs_reference:
+        models = {}
+        arguments |= {"max_length": 4096, "max_completion_length": 4096}
+        make_trainer = ORPOTrainer if section.name == "orpo" else CPOTrainer
+        config = ORPOConfig(**arguments)
+        if section.name == "cpo":
+            config = CPOConfig(cpo_alpha=section.chosen_nll_weight, **arguments)
+        if section.name == "simpo":
+            config = CPOConfig(loss_type="simpo", cpo_alpha=0.0, simpo_gamma=section.gamma, **arguments)
     else:
         make_trainer = DPOTrainer
         loss_type = "sigmoid" if section.name == "dpo" else section.name
         config = DPOConfig(loss_type=[loss_type], label_smoothing=section.label_smoothing, **arguments)
     tokenizer = AutoTokenizer.from_pretrained(recipe.data.tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
-    base = recipe.model.name_or_path
+    tokenizer.bos_token = None  # which ORPO and CPO put in front of a prompt, and DPO and KTO do not
     return make_trainer(
-        model=AutoModelForCausalLM.from_pretrained(base),
-        ref_model=AutoModelForCausalLM.from_pretrained(base),
+        model=load_base(),
         args=config,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
+        **models,
     )
