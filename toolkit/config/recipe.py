@@ -301,8 +301,8 @@ class TrainSection(Section):
     engine: EngineName = "deepspeed"
     """`deepspeed`; `reference` is plain PyTorch in one process; `ddp` and `fsdp` are PyTorch's, through accelerate."""
     compile: bool = False
-    """Compile each decoder layer with torch.compile; equal layers share the compiled code. In every layout, experts
-    that ranks share out excepted (docs/engines.md)."""
+    """Compile each decoder layer with torch.compile, in every layout; equal layers share the compiled code. Experts
+    that ranks share out run as without (docs/engines.md)."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """Reaction to a loss or gradient that is not finite, which never reaches the weights: `stop` the run with a
     checkpoint, `skip` the step, or `rollback` to the last checkpoint and continue with later samples."""
