@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,20 +94,10 @@ def check_equal(
     run = ranks(train_in_memory, size, preferences(objective, parallel=section, **changes))[0]
     assert not run.attention_fault
     result = ParityResult.of(run, baseline)
-    if result.failed_checks == {"norm"}:
-        moved = largest_move_of_the_norm(ranks, preferences(objective, **plain), baseline)
-        assert result.curves.max_norm_difference <= moved, f"one process moves by {moved:.1e}\n{result}"
-    else:
-        assert result.passed, str(result)
+    assert result.passed, str(result)
     assert result.curves.max_loss_difference < LARGEST_DIFFERENCE
     assert baseline.curve.losses[0] != baseline.curve.losses[-1]
     return result
-
-
-def largest_move_of_the_norm(ranks: Ranks, recipe: Recipe, baseline: ParityRun) -> float:
-    """How far the gradient norm of one process moves when each result in it is rounded the other way."""
-    reruns = [ranks(partial(train_in_memory, rounding_seed=seed), 1, recipe)[0] for seed in range(8)]
-    return max(ParityResult.of(rerun, baseline).curves.max_norm_difference for rerun in reruns)
 
 
 @pytest.mark.parametrize(("objective", "layout"), CELLS)
@@ -138,7 +127,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     # At larger rates the loss of so few pairs is near 0 in the end, and its relative difference is that of rounding.
     "adamw": {"optimizer": {"name": "adamw", "lr": 3e-5, "weight_decay": 0.1}},
     "muon": {"optimizer": {"name": "muon", "lr": 3e-5, "weight_decay": 0.1}},
-    "lora": {"model": ADAPTERS, "optimizer": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1}},
+    "lora": {"model": ADAPTERS},
 }
 
 
