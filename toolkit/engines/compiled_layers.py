@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import nn
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
@@ -43,8 +44,9 @@ class CompiledLayers:
         # What a router keeps for the loss and the statistics is that of the forward pass, compiled or not.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         if is_stage:
-            # Otherwise a backward pass overwrites what a layer has saved, and there is no second one.
+            # Otherwise a backward pass overwrites what a layer has saved, which a second one reads.
             torch._functorch.config.donated_buffer = False
+            torch._inductor.config.inplace_buffers = False
         experts = [module for _, module in experts_in(model)]
         for sharded in experts:
             if isinstance(sharded, ShardedExperts):
