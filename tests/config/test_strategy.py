@@ -245,6 +245,25 @@ def test_the_reference_takes_a_recipe_with_what_only_engines_have(
     assert recipe_problems(Strategy.parse("reference").apply(recipe, 1), 1) == []
 
 
+@pytest.mark.parametrize("text", ["reference", "z1", "tp2-pp2", "ddp"])
+@pytest.mark.parametrize(
+    "parallel", [{"cp": 2, "cp_exchange": "ring"}, {"dp": 2, "zero_stage": 3, "quantized_weights": True}], ids=str
+)
+def test_a_strategy_takes_a_recipe_with_fields_of_axes_that_it_lacks(
+    make_recipe: MakeRecipe, parallel: dict[str, Any], text: str
+) -> None:
+    strategy = Strategy.parse(text)
+    recipe = make_recipe(parallel=parallel)
+    assert recipe_problems(strategy.apply(recipe, 2), strategy.world_size(2)) == []
+
+
+def test_a_strategy_with_the_axis_leaves_its_fields_as_they_are(make_recipe: MakeRecipe) -> None:
+    ring = make_recipe(parallel={"cp": 2, "cp_exchange": "ring"})
+    assert Strategy.parse("cp4").apply(ring, 4).parallel.cp_exchange == "ring"
+    quantized = make_recipe(parallel={"zero_stage": 3, "quantized_weights": True})
+    assert Strategy.parse("dp4-z3").apply(quantized, 4).parallel.quantized_weights
+
+
 @pytest.mark.parametrize("given", [{}, FULL], ids=["plain", "full"])
 @pytest.mark.parametrize(
     "text",

@@ -210,7 +210,8 @@ class Strategy:
             sections = plain.sections(dp) | {"batch": {"micro_batch_size": micro}}
         if self.engine == "reference":
             sections |= {"model": {"loss": "auto", "kernels": "torch"}}
-        return recipe.changed(sections | {"parallel": {"auto": False, **sections["parallel"]}})
+        parallel = {"auto": False, **sections["parallel"], **self._fields_that_need_other_axes()}
+        return recipe.changed(sections | {"parallel": parallel})
 
     def baseline(self, precision: Precision) -> str:
         """Return the default baseline: a plain process in fp32; else the strategy of one rank that rounds alike.
@@ -223,6 +224,15 @@ class Strategy:
         if self.engine == "fsdp":
             return "fsdp-dp1"
         return "dp1-z1" if self.engine == "deepspeed" and self.zero_stage != 0 else "dp1-z0"
+
+    def _fields_that_need_other_axes(self) -> dict[str, Any]:
+        """Return the defaults of fields that no strategy names, where this one has not the axis or stage they are for."""
+        fields: dict[str, Any] = {}
+        if self.cp == 1 or self.trainer:
+            fields["cp_exchange"] = "auto"
+        if self.zero_stage != 3 or max(self.tp, self.ulysses, self.ep, self.cp) > 1:
+            fields |= {"quantized_weights": False, "quantized_gradients": False}
+        return fields
 
     @property
     def _recompute(self) -> str:
