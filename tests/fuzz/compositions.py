@@ -6,6 +6,7 @@ them, so that most of the time goes to compositions that train.
 """
 
 import json
+import math
 import random
 import re
 import shlex
@@ -20,7 +21,7 @@ from odd_models import MODELS, Sizes, families, write_model
 from toolkit.config import load_recipe
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
-from toolkit.errors import ToolkitError
+from toolkit.errors import LayoutError, ToolkitError
 from toolkit.models.support import NO_EXPERTS, all_families
 from toolkit.parity.run import compare_strategies as runner
 
@@ -31,6 +32,7 @@ FOLDER = "build/fuzz"
 LAYOUTS = 3
 MOST_RANKS = 4
 MOST_OPTIONS = 12
+VOCABULARIES = (321, 331, 347)
 _AS_DRAWN = 0.25
 """The share of compositions that stay as they are drawn, legal or not."""
 _ATTEMPTS = 30
@@ -60,9 +62,13 @@ class Composition:
         return [f"{field}={_in_yaml(value)}" for field, value in fields.items()]
 
     def overrides_for(self, layout: str) -> list[str]:
-        """Its overrides beside a layout: one that names a micro-batch has the say about it, as in `dstk compare`."""
-        names_size = re.search(r"(^|-)m\d", layout) is not None
-        return [text for text in self.overrides if not (names_size and text.startswith("batch.micro_batch_size="))]
+        """Its overrides beside a layout, which has the say about what it names, as in `dstk compare`."""
+        left_out = ["parallel.cp="]
+        if re.search(r"(^|-)m\d", layout) is not None:
+            left_out.append("batch.micro_batch_size=")
+        if not _shares_keys(layout):
+            left_out.append("parallel.cp_exchange=")
+        return [text for text in self.overrides if not text.startswith(tuple(left_out))]
 
     @property
     def command(self) -> str:
@@ -77,6 +83,14 @@ class Composition:
 
 def _in_yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _shares_keys(layout: str) -> bool:
+    """Whether ranks exchange keys and values."""
+    try:
+        return Strategy.parse(layout).cp > 1
+    except LayoutError:
+        return False
 
 
 def draw(seed: int, index: int) -> Composition | None:
@@ -146,7 +160,7 @@ def _sizes(chance: random.Random) -> Sizes:
         layers=chance.choice((None, 3, 5)),
         heads=heads,
         kv_heads=None if heads is None else chance.choice((2, 2, 2, 3)),
-        vocabulary=chance.choice((321, 331, 347)),
+        vocabulary=chance.choice(VOCABULARIES),
         tied=chance.choice((None, True, False)),
     )
 
@@ -156,11 +170,11 @@ _SCHEDULES = (
     *("inverse_sqrt", "warmup_stable_decay"),
 )
 _RATES = {"adamw": 1e-3, "adam": 1e-3, "sgd": 0.1, "lion": 3e-4, "muon": 3e-3, "adafactor": 1e-3, "adamw8bit": 1e-3}
-_CHATS = {
-    "data.source": f"{FOLDER}/chats.jsonl",
-    "data.tokenizer": f"{FOLDER}/tokenizer",
-    "data.format": "chat",
-}
+_TOKENIZER = {"data.tokenizer": f"{FOLDER}/tokenizer"}
+_CHATS = _TOKENIZER | {"data.source": f"{FOLDER}/chats.jsonl", "data.format": "chat"}
+_PAIRED = ("dpo", "ipo", "hinge", "robust", "orpo", "simpo", "cpo")
+_UNPAIRED = ("kto", "bco")
+_WITH_REFERENCE = ("dpo", "ipo", "hinge", "robust", "kto", "bco")
 
 
 def _optimizer(chance: random.Random) -> dict[str, Any]:
@@ -206,6 +220,38 @@ def _router_loss(chance: random.Random) -> dict[str, Any]:
     return {"model.router_aux_loss": {"coefficient": 0.05, "scope": scope}}
 
 
+def _preference(chance: random.Random) -> dict[str, Any]:
+    """An objective with the rows that it takes."""
+    name = chance.choice(_PAIRED + _UNPAIRED)
+    row_format = "unpaired" if name in _UNPAIRED else "preference"
+    objective: dict[str, Any] = {"name": name, "beta": chance.choice((0.1, 0.5))}
+    if name == "robust" or (name == "dpo" and chance.random() < 0.3):
+        objective["label_smoothing"] = 0.1
+    if name in _WITH_REFERENCE and chance.random() < 0.3:
+        objective["reference"] = "online"
+    options: dict[str, Any] = _TOKENIZER | {"data.source": f"{FOLDER}/{row_format}.jsonl", "data.format": row_format}
+    if chance.random() < 0.2:
+        options["data.weight_field"] = "score"
+    # Most samples hold several pairs, and some pairs are cut off.
+    return options | {"train.objective": objective, "data.seq_len": chance.choice((32, 48, 64))}
+
+
+def _distillation(chance: random.Random) -> dict[str, Any]:
+    teacher = f"{FOLDER}/teacher-v{chance.choice(VOCABULARIES)}"
+    distill: dict[str, Any] = {"teacher": teacher, "top_k": chance.choice((4, 64)), "weight": chance.choice((0.5, 1.0))}
+    if chance.random() < 0.4:
+        distill["divergence"] = "reverse"
+    if chance.random() < 0.4:
+        distill["temperature"] = 2.0
+    return {"train.distill": distill}
+
+
+def _mixture(chance: random.Random) -> dict[str, Any]:
+    share = chance.choice((1, 3))
+    sources = [{"path": f"{FOLDER}/documents.jsonl", "weight": share}, {"path": f"{FOLDER}/words.jsonl", "weight": 2}]
+    return {"data.sources": sources}
+
+
 def _one_of(field: str, *values: Any) -> Callable[[random.Random], dict[str, Any]]:
     return lambda chance: {field: chance.choice(values)}
 
@@ -228,11 +274,17 @@ _OPTIONS: tuple[tuple[float, Option], ...] = (
     (0.1, _one_of("model.freeze", ["*embed*"], ["*mlp*"], ["*norm*"], ["*.1.*"])),
     (0.06, _one_of("model.train_only", ["*mlp*"], ["*attn*"], ["*.0.*", "*head*"])),
     (0.3, _one_of("model.loss", "chunked", "plain")),
-    (0.25, _one_of("model.attn_implementation", "eager", "sdpa")),
+    (0.25, _one_of("model.attn_implementation", "eager", "sdpa", "blocks")),
     (0.02, _one_of("model.float8", "rowwise", "tensorwise")),
     (0.01, _one_of("model.load_in_4bit", True)),
     (0.02, _one_of("model.kernels", "liger")),
     (0.3, _one_of("train.seed", 1, 2, 3)),
+    (0.15, _preference),
+    (0.08, _distillation),
+    (0.06, _mixture),
+    (0.06, lambda chance: {"data.source": f"{FOLDER}/words.jsonl", "data.weight_field": "score"}),
+    # Layouts without ranks that share a sequence take no notice of it.
+    (0.3, lambda chance: {"parallel.cp": 2, "parallel.cp_exchange": chance.choice(("gather", "ring"))}),
 )
 """The probability of an option, and what it sets."""
 _EXPERT_OPTIONS: tuple[Option, ...] = (
@@ -256,37 +308,38 @@ def draw_options(chance: random.Random, family: str) -> dict[str, Any]:
 
 
 _SIZES_OF_AXES = tuple(
-    (dp, tp, pp, ulysses)
+    (dp, cp, tp, pp, ulysses)
     for dp in (1, 2, 3, 4)
+    for cp in (1, 2, 3, 4)
     for tp in (1, 2, 3, 4)
     for pp in (1, 2, 3, 4)
     for ulysses in (1, 2, 3)
-    if dp * tp * pp * ulysses <= MOST_RANKS
+    if dp * cp * tp * pp * ulysses <= MOST_RANKS
 )
 
 
 @cache
 def _weights_of_axes() -> Sequence[float]:
-    """Fewer of what is refused (Ulysses beside tp or pp), of three ranks, and of a single rank."""
-
-    def weight(dp: int, tp: int, pp: int, ulysses: int) -> float:
-        ranks = dp * tp * pp * ulysses
-        refused = ulysses > 1 and tp * pp > 1
-        return (0.1 if refused else 1.0) * {1: 0.5, 2: 1.0, 3: 0.4, 4: 1.0}[ranks]
-
-    return [weight(*sizes) for sizes in _SIZES_OF_AXES]
+    """Fewer of three ranks, and of a single rank."""
+    return [{1: 0.5, 2: 1.0, 3: 0.4, 4: 1.0}[math.prod(sizes)] for sizes in _SIZES_OF_AXES]
 
 
 def draw_layout(chance: random.Random, composition: Composition) -> str:
     """A layout on at most MOST_RANKS ranks, with flags."""
-    dp, tp, pp, ulysses = chance.choices(_SIZES_OF_AXES, weights=_weights_of_axes())[0]
-    if tp * pp * ulysses == 1 and chance.random() < 0.12:
+    dp, cp, tp, pp, ulysses = chance.choices(_SIZES_OF_AXES, weights=_weights_of_axes())[0]
+    if cp * tp * pp * ulysses == 1 and chance.random() < 0.12:
         return "-".join([chance.choice(("ddp", "fsdp")), f"dp{dp}", *_recomputing(chance, 0.3)])
     stage = chance.choices((0, 1, 2, 3), weights=(2, 3, 0.3, 0.3) if pp > 1 else (1, 1.5, 2, 3))[0]
     parts = [f"dp{dp}"]
-    if _has_experts(composition) and dp > 1 and chance.random() < 0.5:
-        parts.append(f"ep{chance.choice([size for size in (2, 3, 4) if dp % size == 0])}")
-    parts += [f"{name}{size}" for name, size in (("tp", tp), ("pp", pp), ("u", ulysses)) if size > 1]
+    if _has_experts(composition) and dp * cp > 1 and chance.random() < 0.5:
+        parts.append(f"ep{chance.choice([size for size in (2, 3, 4) if dp * cp % size == 0])}")
+    # Beside cp, also of size 1, ranks that exchange heads take the attention in blocks and go with every axis.
+    is_with_heads = ulysses > 1 and (cp > 1 or tp * pp > 1 or chance.random() < 0.5)
+    parts += [f"{name}{size}" for name, size in (("tp", tp), ("u", ulysses)) if size > 1]
+    if cp > 1 or is_with_heads:
+        parts.append(f"cp{cp}")
+    if pp > 1:
+        parts += _pipeline(chance, pp)
     parts.append(f"z{stage}")
     if chance.random() < (0.4 if tp > 1 else 0.01):
         parts.append("sp")
@@ -303,6 +356,17 @@ def draw_layout(chance: random.Random, composition: Composition) -> str:
     if not _depends_on_micro_batches(composition) and chance.random() < 0.25:
         parts.append(f"m{chance.choice((1, 2, 3, 4))}")
     return "-".join([*parts, *_recomputing(chance, 0.4)])
+
+
+def _pipeline(chance: random.Random, stages: int) -> Iterator[str]:
+    """The parts for this many stages, with any schedule."""
+    schedule = chance.choice(("", "", "1f1b", "gpipe", "interleaved", "zbh1", "zbh1w2", "zbv"))
+    if schedule == "interleaved":
+        yield f"pp{stages}x{chance.choice((2, 3))}"
+        return
+    yield f"pp{stages}"
+    if schedule:
+        yield schedule
 
 
 def _recomputing(chance: random.Random, probability: float) -> Iterator[str]:

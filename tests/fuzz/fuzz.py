@@ -11,6 +11,7 @@ same way, and printed as the command of `dstk compare` that shows it. Exits with
 import argparse
 import multiprocessing
 import os
+import random
 import sys
 import time
 from functools import partial
@@ -23,19 +24,23 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from rank_parent import become_rank_parent
 
 # isort: split
-from compositions import FOLDER, ROOT, Composition, draw
+from compositions import FOLDER, ROOT, VOCABULARIES, Composition, draw
 from fuzz_page import NoResultsError, write_section
 from fuzz_results import Result, folder_of, known_results
 from fuzz_runs import Verdict, judge
 from odd_models import forget_other_versions
+from plain_fine_tuning import save_base
 from results import State
 from shrink_composition import shrink_composition, what_failed
 from small_chats import write_chats, write_tokenizer
+from small_preferences import make_completions, make_pairs, words, write_rows
 from small_text import write_corpus
 
 TOGETHER = 8
 """Compositions whose runs share forked ranks."""
 SHRINK_SECONDS = 300
+_SCORES = (0.5, 1.0, 2.0)
+"""Weights of rows, for compositions that take them."""
 
 
 def write_files() -> None:
@@ -48,6 +53,19 @@ def write_files() -> None:
         write_chats(folder / "chats.jsonl")
     if not (folder / "tokenizer" / "tokenizer.json").exists():
         write_tokenizer(folder / "tokenizer")
+    for vocabulary in VOCABULARIES:
+        teacher = folder / f"teacher-v{vocabulary}"
+        if not (teacher / "config.json").exists():
+            save_base(teacher, "llama", seed=9, hidden_size=48, num_hidden_layers=2, vocab_size=vocabulary)
+    rows = {
+        "words": [{"text": words(random.Random(number), longest=40)} for number in range(200)],
+        "preference": make_pairs(longest=5),
+        "unpaired": make_completions(),
+    }
+    for name, unweighted in rows.items():
+        if not (folder / f"{name}.jsonl").exists():
+            weighted = [row | {"score": _SCORES[number % len(_SCORES)]} for number, row in enumerate(unweighted)]
+            write_rows(folder / f"{name}.jsonl", weighted)
 
 
 def fuzz(seed: int, indices: list[int], state: State, file: Path, *, shrinks: bool) -> int:

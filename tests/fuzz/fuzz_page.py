@@ -21,7 +21,7 @@ END = "<!-- End of compositions at random. -->"
 TRAINED = ("same", "cannot tell", "differs", "failed")
 _MOST_REASONS = 25
 _MOST_LETTERS = 110
-_AXES = {"dp": "dp", "tp": "tp", "pp": "pp", "ep": "ep", "ulysses": "Ulysses"}
+_AXES = {"dp": "dp", "cp": "cp", "cp_ulysses": "cp_ulysses", "tp": "tp", "pp": "pp", "ep": "ep", "ulysses": "Ulysses"}
 _FLAGS = {
     "sp": "sequence parallelism",
     "inner": "experts: inner",
@@ -233,7 +233,9 @@ def _words(layout: Strategy) -> Iterator[str]:
         yield f"recompute: every_{layout.every}"
     if layout.hpz > 1:
         yield "ZeRO++ hpz"
-    split = [axis for axis in ("dp", "tp", "pp", "ulysses") if sizes[axis] > 1]
+    if layout.schedule is not None:
+        yield f"schedule {layout.schedule}"
+    split = [axis for axis in ("dp", "cp", "tp", "pp", "ulysses") if sizes[axis] > 1]
     if len(split) > 1:
         yield " x ".join(_AXES[axis] for axis in split)
 

@@ -102,7 +102,10 @@ def _simpler_layouts(composition: Composition) -> Iterator[Composition]:
     parts = layout.split("-")
     for place, part in enumerate(parts):
         without = parts[:place] + parts[place + 1 :]
-        axis = re.fullmatch(r"(dp|ep|tp|pp|u|z|hpz)(\d+)", part)
+        interleaved = re.fullmatch(r"(pp\d+)x\d+", part)
+        if interleaved is not None:
+            yield _with_layout(composition, [*parts[:place], interleaved[1], *parts[place + 1 :]])
+        axis = re.fullmatch(r"(dp|ep|cp|tp|pp|u|z|hpz)(\d+)", part)
         if axis is None:
             yield _with_layout(composition, without)
             continue

@@ -26,6 +26,7 @@ from shrink_composition import shrink_composition
 from toolkit import __version__
 from toolkit.cli.main import main
 from toolkit.config import load_recipe
+from toolkit.config.pipeline_schedules import KINDS
 from toolkit.config.strategy import Strategy
 from toolkit.errors import LayoutError
 from toolkit.models.support import all_families
@@ -156,10 +157,12 @@ def test_every_option_and_every_axis_is_drawn() -> None:
     options = {field for _ in range(1000) for field in draw_options(chance, "mixtral")}
     assert {"precision", "model.lora", "model.freeze", "model.train_only", "data.packing", "train.grad_clip"} <= options
     assert {"model.router_aux_loss", "model.expert_capacity_factor", "schedule.name", "optimizer.name"} <= options
+    assert {"train.objective", "train.distill", "data.sources", "data.weight_field", "parallel.cp_exchange"} <= options
     layouts = [layout for text in {draw_layout(chance, moe) for _ in range(3000)} for layout in _readable(text)]
     assert all(layout.world_size(1) <= 4 for layout in layouts)
-    for axis in ("dp", "tp", "pp", "ep", "ulysses"):
+    for axis in ("dp", "cp", "cp_ulysses", "tp", "pp", "ep", "ulysses"):
         assert {getattr(layout, axis) for layout in layouts} >= {1, 2}
+    assert {layout.schedule for layout in layouts} == {None, *KINDS}
     for flag in ("sp", "inner", "offload", "offacts", "tiled", "recompute", "selective"):
         assert any(getattr(layout, flag) for layout in layouts), flag
     assert {layout.zero_stage for layout in layouts if layout.engine == "deepspeed"} == {0, 1, 2, 3}

@@ -42,13 +42,13 @@ def words(rng: random.Random, longest: int = 12) -> str:
     return " ".join(rng.choices(WORDS, k=rng.randint(1, longest)))
 
 
-def make_pairs(count: int = 120) -> list[dict[str, Any]]:
-    """Rows of every form: texts and chats, explicit and implicit prompts, one turn and several; two are very long."""
+def make_pairs(count: int = 120, longest: int = 12) -> list[dict[str, Any]]:
+    """Rows of every form: texts and chats, explicit and implicit prompts, one turn and several; some are very long."""
     rng = random.Random(5)
     rows: list[dict[str, Any]] = []
     for number in range(count):
-        prompt = words(rng)
-        chosen, rejected = words(rng), words(rng)
+        prompt = words(rng, longest)
+        chosen, rejected = words(rng, longest), words(rng, longest)
         if number % 40 == 7:
             chosen = words(rng, 3) + " one two three" * 40
         history = turns(words(rng, 4), words(rng, 4)) if number % 3 == 0 else []
