@@ -12,9 +12,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from cuda_facts import Facts
-from cuda_steps import flash_attention, place
+from cuda_steps import checked, flash_attention, place
 from stub_facts import LOG
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
@@ -37,6 +38,9 @@ from toolkit.launch.rank_environment import RankEnvironment, pick_device
 from toolkit.model_init import offload_activations
 from toolkit.model_init.float8 import check_float8
 from toolkit.model_init.liger import check_liger
+from toolkit.parallel.context.attention import SequenceView, attend
+from toolkit.parallel.context.exchange import NoExchange
+from toolkit.parallel.context.sequence import SequenceSlice
 from toolkit.parallel.shard import Shard
 from toolkit.parallel.tensor.region import _generator
 from toolkit.parallel.tiny_model import tiny_config
@@ -168,6 +172,34 @@ def documents_in_flash_attention() -> dict[str, Any]:
         assert q.grad is not None
         gradient = place(q.grad)
     return {"given": facts.flash, "shape": tuple(out.shape), "gradient": gradient}
+
+
+def documents_in_blocks(size: int) -> dict[str, Any]:
+    """Return what PyTorch's flash attention gets for packed documents, attended in blocks by heads of this size."""
+    calls: dict[str, list[tuple[Any, ...]]] = {"forward": [], "backward": []}
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    forward = torch.ops.aten._scaled_dot_product_flash_attention.default
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+            if function is forward:
+                calls["forward"].append(tuple(checked(each) for each in arguments[:3]))
+            if function is backward:
+                sums, *bounds = arguments[5:8]
+                assert all(place == f"{GPU} bfloat16" for place in map(checked, arguments[:5]))
+                calls["backward"].append((sums.is_contiguous(), str(sums.dtype), *bounds))
+            return function(*arguments, **(keywords or {}))
+
+    sequence = SequenceSlice(rank=0, ranks=1, length=24, starts=((0, 5, 16), (0, 11)))
+    view = SequenceView(sequence=sequence, exchange=NoExchange())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query = torch.empty(2, 4, 24, size, dtype=torch.bfloat16, device=GPU, requires_grad=True)
+        key, value = (torch.empty(2, 2, 24, size, dtype=torch.bfloat16, device=GPU, requires_grad=True) for _ in "kv")
+        with Watch():
+            attend(torch.nn.Identity(), query, key, value, view)[0].sum().backward()
+        assert query.grad is not None
+        gradient = place(query.grad)
+    return {**calls, "gradient": gradient}
 
 
 @contextmanager

@@ -252,7 +252,7 @@ def flash_attention(facts: Facts) -> Iterator[None]:
         softcap: float = 0.0,
         deterministic: bool = False,
     ) -> torch.Tensor:
-        facts.flash.add(("dense", *map(_checked, (q, k, v)), str(causal)))
+        facts.flash.add(("dense", *map(checked, (q, k, v)), str(causal)))
         attended = attend(*(x.transpose(1, 2) for x in (q, k, v)), dropout_p=dropout_p, is_causal=causal)
         return attended.transpose(1, 2)
 
@@ -275,7 +275,7 @@ def flash_attention(facts: Facts) -> Iterator[None]:
         for bounds in (cu_seqlens_q, cu_seqlens_k):
             assert bounds.is_cuda
             assert bounds.dtype == torch.int32
-        facts.flash.add(("varlen", *map(_checked, (q, k, v)), str(causal)))
+        facts.flash.add(("varlen", *map(checked, (q, k, v)), str(causal)))
         return q + k.sum() + v.sum()
 
     package = ModuleType("flash_attn")
@@ -292,7 +292,7 @@ def flash_attention(facts: Facts) -> Iterator[None]:
         yield
 
 
-def _checked(x: torch.Tensor) -> str:
+def checked(x: torch.Tensor) -> str:
     """Return where an argument of flash attention is, once it is what the kernels take."""
     assert x.is_cuda
     assert x.dtype in (torch.bfloat16, torch.float16)

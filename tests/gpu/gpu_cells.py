@@ -113,6 +113,8 @@ MUON = ("optimizer.name=muon", "optimizer.lr=0.01", "optimizer.adamw_lr=1e-3")
 ADAFACTOR = ("optimizer.name=adafactor", "optimizer.lr=0.01")
 EIGHT_BITS = ("optimizer.name=adamw8bit",)
 LORA = ("model.lora={r: 4, alpha: 8}",)
+BLOCKS = ("model.attn_implementation=blocks", "model.overrides.attn_pdrop=0.0")
+DOCUMENTS = ("data.document_masking=true", "model.overrides.attn_pdrop=0.0")
 BF16 = ("precision=bf16",)
 LLAMA = ("model.name_or_path=llama-tiny", "model.overrides={vocab_size: 320}")
 CELLS = [
@@ -122,6 +124,9 @@ CELLS = [
         *REFERENCE, "model.attn_implementation=eager")),
     Cell(group="attention", name="sdpa in bf16", run=zero(2, *BF16, "model.attn_implementation=sdpa"), like=zero(
         2, *BF16, "model.attn_implementation=eager"), within=2.0**-7, only_last=True),
+    Cell(group="attention", name="blocks, documents", run=zero(2, *BLOCKS, *DOCUMENTS), like=(*REFERENCE, *DOCUMENTS)),
+    Cell(group="attention", name="blocks in bf16, documents", run=zero(2, *BF16, *BLOCKS, *DOCUMENTS), like=zero(
+        2, *BF16, *DOCUMENTS), within=2.0**-7, only_last=True),
     Cell(group="attention", name="flash", run=zero(2, *BF16, "model.attn_implementation=flash_attention_2"),
          within=2.0**-7, only_last=True, needs="flash_attn"),
     Cell(group="compile", name="ZeRO-1", run=zero(1, "train.compile=true"), needs="c++"),

@@ -171,6 +171,20 @@ def test_flash_attention_takes_documents_by_bounds_in_int32_on_the_gpu(stub: Stu
     }
 
 
+def test_attention_in_blocks_gives_its_kernel_dense_tensors(stub: StubProcess) -> None:
+    """Without bounds of sequences, which would choose the kernel for varlen inputs; log-sum-exps without strides."""
+    facts = stub.call("cuda_calls", "documents_in_blocks", 16)
+    assert len(facts["forward"]) == len(facts["backward"]) == 5  # documents
+    assert set(facts["forward"]) == {(f"{GPU} bfloat16",) * 3}
+    assert set(facts["backward"]) == {(True, "torch.float32", None, None)}
+    assert facts["gradient"] == f"{GPU} bfloat16"
+
+
+def test_heads_that_flash_attention_does_not_take_are_attended_without_it(stub: StubProcess) -> None:
+    facts = stub.call("cuda_calls", "documents_in_blocks", 20)
+    assert facts == {"forward": [], "backward": [], "gradient": f"{GPU} bfloat16"}
+
+
 def test_zero_reduces_on_a_stream_that_waits_for_the_backward_pass(steps: Steps) -> None:
     (zero2,) = (one for one in CASES if one.name == "dp2-z2")
     waits = [call[1:] for call in steps(zero2).log if call[0] == "wait_stream"]

@@ -78,22 +78,24 @@ def gradients(
         )
         return computed[0], computed[1], computed[2]
     if _has_flash(query, scores, mask):
-        none = torch.empty(0, dtype=torch.int64, device=query.device)
+        # Bounds of sequences that are defined, even without elements, would choose the kernel for varlen inputs.
+        dense = None
+        unused_seed = torch.empty(0, dtype=torch.int64, device=query.device)
         computed = _aten._scaled_dot_product_flash_attention_backward(
             gradient,
             query,
             key,
             value,
             output,
-            sums,
-            none,
-            none,
-            query.shape[2],
-            key.shape[2],
-            0.0,
-            mask.is_causal,
-            none,
-            none,
+            sums.contiguous(),  # the kernel does not look at its strides
+            cum_seq_q=dense,
+            cum_seq_k=dense,
+            max_q=query.shape[2],
+            max_k=key.shape[2],
+            dropout_p=0.0,
+            is_causal=mask.is_causal,
+            philox_seed=unused_seed,
+            philox_offset=unused_seed,
             scale=scores.scale,
         )
         return computed[0], computed[1], computed[2]
@@ -127,8 +129,11 @@ class TileMask:
 
     @property
     def is_causal(self) -> bool:
-        """Whether it is the triangle that kernels know without a mask."""
-        return self.offset == 0 and self.window is None
+        """Whether it is the triangle that kernels know without a mask.
+
+        Kernels of CPUs align its corner with the first key, those of GPUs with the last one.
+        """
+        return self.offset == 0 and self.window is None and self.queries == self.keys
 
     def visible(self, rows: slice, device: torch.device) -> Tensor:
         """Return which keys these queries see, bool [q, k]."""
@@ -148,9 +153,12 @@ class TileMask:
 
 
 def _has_flash(query: Tensor, scores: Scores, mask: TileMask) -> bool:
-    """Whether PyTorch's flash attention computes the tile on a GPU."""
-    fits = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
-    return query.is_cuda and fits and scores.softcap is None and (mask.offset is None or mask.is_causal)
+    """Whether PyTorch's flash attention computes the tile on a GPU: in 16 bits, of Ampere or later."""
+    size = query.shape[-1]
+    fits = query.dtype in (torch.float16, torch.bfloat16) and size <= 256 and size % 8 == 0
+    takes = query.is_cuda and fits and scores.softcap is None and (mask.offset is None or mask.is_causal)
+    # Tensors without memory say that they are on a GPU where there is none.
+    return takes and (not torch.cuda.is_available() or torch.cuda.get_device_capability(query.device) >= (8, 0))
 
 
 def _parts(query: Tensor, key: Tensor) -> list[slice]:
