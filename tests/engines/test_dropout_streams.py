@@ -1,6 +1,7 @@
 """Dropout in a partitioned model: replicated activations are dropped alike, sharded ones independently."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from toolkit.model_init.model_partition import ModelPartition
 from toolkit.parallel.groups import ParallelGroups
 from toolkit.parallel.shard import shard_of
 from toolkit.parallel.tensor.region import Region
+from toolkit.parallel.tiny_model import tiny_config
 from toolkit.parity import Tolerance, compare_curves
 from toolkit.parity.run.train_in_memory import train_in_memory
 
@@ -280,6 +282,19 @@ def test_what_tensor_parallel_ranks_both_hold_stays_bitwise_the_same_while_they_
     recipe = make_recipe(parallel=parallel, train__steps=3, **DROPOUT)
     first, second = (found.inspected for found in ranks(train_in_memory, 2, recipe, replicated_parameters))
     assert "transformer.wpe.weight" in first
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_blocks_that_every_rank_computes_whole_keep_their_copies_the_same(
+    make_recipe: Make, ranks: Ranks, tmp_path: Path, recompute: str
+) -> None:
+    """Inkling's attention is not sharded; between blocks, ranks have streams of their own."""
+    tiny_config("inkling_text", vocab_size=322, attention_dropout=0.3).save_pretrained(tmp_path)
+    parallel = {"tp": 2, "sequence_parallel": True, "zero_stage": 1, "recompute": recompute}
+    recipe = make_recipe(model={"name_or_path": str(tmp_path)}, parallel=parallel, train__steps=3)
+    first, second = (run.inspected for run in ranks(train_in_memory, 2, recipe, replicated_parameters))
+    assert any("self_attn" in name for name in first)
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 

@@ -111,7 +111,8 @@ class TensorParallelizer:
                 self._adapt_block(layer.get_submodule(parent), parent, region, self._behind(layer))
         if self.sequence_parallel:
             whole_blocks = [path for path in self.plan.whole if _has(layer, path) and path not in regions]
-            self._gather_sequence(layer.get_submodule(path) for path in whole_blocks)
+            for path in whole_blocks:
+                self._gather_sequence(layer.get_submodule(path))
             for parameter in self._outside(layer, [*regions, *whole_blocks]):
                 sum_over_ranks(parameter, self.group)
             self._split_sequence(index, layer)
@@ -245,20 +246,29 @@ class TensorParallelizer:
                 # Norms of single heads: each rank sees only its own heads.
                 sum_over_ranks(parameter, self.group)
 
-    def _gather_sequence(self, blocks: Iterable[nn.Module]) -> None:
-        """Let every rank compute these blocks on the whole sequence, and keep its own part of the result."""
+    def _gather_sequence(self, block: nn.Module) -> None:
+        """Let every rank compute a block on the whole sequence, and keep its own part of the result.
+
+        All ranks drop the same there, as in a region that gathers its columns.
+        """
+        region = self._region(gathers=True)
 
         def gather(block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            return _with_hidden(
-                arguments, keywords, lambda hidden: c.gather_from_tensor_ranks(hidden, self.group, dim=1)
-            )
+            def gather_hidden(hidden: torch.Tensor) -> torch.Tensor:
+                region.change_stream(hidden.device, block)
+                return c.gather_from_tensor_ranks(hidden, self.group, dim=1)
+
+            return _with_hidden(arguments, keywords, gather_hidden)
 
         def scatter(block: nn.Module, arguments: tuple[Any, ...], result: Any) -> Any:
-            return _with_first(result, lambda hidden: c.scatter_to_tensor_ranks(hidden, self.group, dim=1))
+            def scatter_hidden(hidden: torch.Tensor) -> torch.Tensor:
+                region.restore_stream(hidden.device)
+                return c.scatter_to_tensor_ranks(hidden, self.group, dim=1)
 
-        for block in blocks:
-            block.register_forward_pre_hook(gather, with_kwargs=True)
-            block.register_forward_hook(scatter)
+            return _with_first(result, scatter_hidden)
+
+        block.register_forward_pre_hook(gather, with_kwargs=True)
+        block.register_forward_hook(scatter)
 
     def _split_sequence(self, index: int, layer: nn.Module) -> None:
         def scatter(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

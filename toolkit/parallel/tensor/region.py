@@ -93,15 +93,25 @@ class Region:
             x = c.gather_sequence(x, self.group, dim=x.dim() - 2, later=later)
         else:
             x = c.copy_to_tensor_ranks(x, self.group, later)
+        if self.is_chain and torch.compiler.is_compiling():
+            if self.changes_stream and module.training:
+                x = _enter_own_stream(x, self._group_name, self.gathers)
+        else:
+            self.change_stream(x.device, module)
+        return x
+
+    def change_stream(self, device: torch.device, module: nn.Module) -> None:
+        """Let dropout in `module` draw from a stream of this rank, or of the first rank where all compute the same."""
         if module is self._entrance:
             # The last recomputation did not leave: it stops as soon as the backward pass has all that it needs.
             self._outside = None
         if self.changes_stream and module.training:
-            if self.is_chain and torch.compiler.is_compiling():
-                x = _enter_own_stream(x, self._group_name, self.gathers)
-            else:
-                self._change_stream(x.device, module)
-        return x
+            self._change_stream(device, module)
+
+    def restore_stream(self, device: torch.device) -> None:
+        """Let dropout draw from the stream that was there before."""
+        if self._outside is not None:
+            self._restore_stream(device)
 
     def _column_weights(self, x: torch.Tensor, module: nn.Module) -> Iterator[torch.Tensor]:
         """Yield the weights of the region's column-parallel layers in `module`, through which x enters it.
@@ -117,10 +127,11 @@ class Region:
 
     def leave(self, partial: torch.Tensor, module: nn.Module) -> torch.Tensor:
         """Partial sum [b, s, h], with which `module` leaves -> the sum (with sequence parallelism [b, s/t, h])."""
-        if self._outside is not None:
-            self._restore_stream(partial.device)
-        elif self.changes_stream and module.training and self.is_chain and torch.compiler.is_compiling():
-            partial = _leave_own_stream(partial)
+        if self.is_chain and torch.compiler.is_compiling():
+            if self.changes_stream and module.training:
+                partial = _leave_own_stream(partial)
+        else:
+            self.restore_stream(partial.device)
         if self.sequence_parallel:
             return c.reduce_scatter_sequence(partial, self.group, dim=partial.dim() - 2)
         return c.reduce_from_tensor_ranks(partial, self.group)
