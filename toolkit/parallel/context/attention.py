@@ -117,6 +117,7 @@ def attend(
         reason = "context parallelism has no dropout between queries and keys"
         raise ModelError.of("model.overrides", "attention dropout", reason, "set it to 0.0 there", ("parallel.cp", 1))
     scores = Scores(scale=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap)
+    query, key, value = (_as_autocast(each) for each in (query, key, value))
     group = attention_mask.heads
     if group is not None:
         key, value = (repeated(each, group.size()) for each in (key, value))
@@ -126,6 +127,12 @@ def attend(
     if group is not None:
         output = to_positions(output, group)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _as_autocast(operand: Tensor) -> Tensor:
+    """Cast an operand as autocast does before PyTorch's own attention: rotary embeddings leave queries in fp32."""
+    device = operand.device.type
+    return operand.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else operand
 
 
 class _Attention(torch.autograd.Function):
