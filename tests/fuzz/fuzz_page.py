@@ -275,7 +275,7 @@ The matrix above holds what was thought of. A composition is drawn: a family of 
 at once, and three layouts on at most {ranks} ranks. It follows from a seed and its index. What `dstk validate` accepts
 must train what one process trains, by the code and the bounds of `dstk compare`; what it refuses must be one line for
 each problem and exit code 2. A composition that fails is shrunk to the smallest one that still fails, and printed as a
-command of `dstk compare`. `make test` trains half a dozen of them, with a seed that changes with the version
+command of `dstk compare`. `make test` trains four of them, with a seed that changes with the version
 ([how to run more](../CONTRIBUTING.md#fuzz-of-compositions)).
 
 | | |

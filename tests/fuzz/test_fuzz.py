@@ -31,7 +31,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.errors import LayoutError
 from toolkit.models.support import all_families
 
-DAILY = 6
+DAILY = 4
 DAILY_LAYOUTS = 2
 SEED = int.from_bytes(hashlib.sha256(__version__.encode()).digest()[:4], "big")
 """Others with each version."""
@@ -45,7 +45,7 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.daily
-def test_half_a_dozen_compositions_train_what_one_process_trains(ranks: Callable[..., list[Any]]) -> None:
+def test_compositions_train_what_one_process_trains(ranks: Callable[..., list[Any]]) -> None:
     drawn = {index: draw(SEED, index) for index in range(DAILY)}
     compositions = {
         index: replace(composition, layouts=composition.layouts[:DAILY_LAYOUTS])
