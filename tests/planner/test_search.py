@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 from training_setups import changed
 
 from toolkit.config.layout import Batch, Layout
+from toolkit.config.recipe import OptimizerName
 from toolkit.config.strategy import Strategy
 from toolkit.errors import BatchError, LayoutError, ModelError
 from toolkit.estimate.recorded.recording import RankPass
@@ -15,7 +17,9 @@ from toolkit.hardware import gpu
 from toolkit.models.shape import local_config
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.costs import cost_of
+from toolkit.planner.execution import Execution
 from toolkit.planner.request import PlanRequest, predict
+from toolkit.planner.run_memory import recipe_of
 from toolkit.planner.search import candidates, layouts, least_bytes, nearest_that_fits, search
 from toolkit.planner.step_time import predict_step
 
@@ -66,6 +70,34 @@ def test_the_bound_on_states_is_never_above_the_estimate() -> None:
     for layout in layouts(asked):
         batch = Batch(global_batch_size=16, micro_batch_size=1, dp=layout.dp)
         assert least_bytes(asked, layout) < asked.memory(layout, batch).total
+
+
+@pytest.mark.parametrize("optimizer", get_args(OptimizerName))
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_the_bound_on_states_holds_for_every_optimizer(optimizer: OptimizerName, zero_stage: int) -> None:
+    layout = Layout(dp=1, zero_stage=zero_stage)
+    base = recipe_of(
+        "llama-3-8b",
+        layout,
+        micro_batch_size=1,
+        seq_len=64,
+        accumulation=1,
+        precision="bf16",
+        optimizer=optimizer,
+    )
+    asked = request(gpus=1, batch=1, seq_len=64, base=base)
+    batch = Batch(global_batch_size=1, micro_batch_size=1, dp=1)
+    assert 0 < least_bytes(asked, layout) < asked.memory(layout, batch).total
+
+
+@pytest.mark.parametrize("framework", ["megatron", "automodel", "fsdp"])
+def test_the_bound_on_states_holds_for_other_frameworks(framework: str) -> None:
+    layout = Layout(dp=2, zero_stage=1 if framework == "megatron" else 3)
+    if framework == "fsdp":
+        layout = replace(layout, recompute="selective")
+    asked = request(gpus=2, batch=2, seq_len=64, execution=Execution(framework=framework))
+    batch = Batch(global_batch_size=2, micro_batch_size=1, dp=2)
+    assert least_bytes(asked, layout) < asked.memory(layout, batch).total
 
 
 def test_a_search_makes_no_recordings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 
 from toolkit.config.layout import RECOMPUTE_PERIODS, Batch, Layout
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
-from toolkit.config.recipe import Precision, Recipe
+from toolkit.config.recipe import OptimizerName, Precision, Recipe
 from toolkit.config.stage_balance import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE
 from toolkit.config.strategy import Strategy, strategy_text
 from toolkit.config.trained_parameters import trained_parameter_conflicts
@@ -169,6 +169,11 @@ class PlanRequest:
         return Trained.of(listed, dropout=self.trainable.dropout > 0)
 
     @property
+    def optimizer(self) -> OptimizerName:
+        """Name of the recipe's optimizer."""
+        return "adamw" if self.base is None else self.base.optimizer.name
+
+    @property
     def kernel(self) -> Kernel:
         """Kernels of attention that this toolkit runs for the model."""
         return _KERNELS[self.setup.computation.attention]
@@ -235,7 +240,7 @@ class PlanRequest:
             execution=execution,
             bounds=bounds,
             trained=trained,
-            optimizer="adamw" if self.base is None else self.base.optimizer.name,
+            optimizer=self.optimizer,
         )
 
     def step(self, layout: Layout, batch: Batch) -> StepTime:

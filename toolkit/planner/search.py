@@ -5,12 +5,13 @@ the states alone make too large is left out before: 4 bytes a parameter stay on 
 gradients take more), 2 with ZeRO-2, none with ZeRO-3.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from toolkit.config.layout import Batch, Layout, OffloadDevice, Recompute
 from toolkit.config.pipeline_schedules import Kind
+from toolkit.config.recipe import OptimizerName
 from toolkit.errors import BatchError, LayoutError, ModelError, ToolkitError
 from toolkit.models.support import expert_parallel_sizes, misfits, tensor_parallel_sizes
 from toolkit.models.weights import routed_parameters
@@ -23,6 +24,18 @@ Goal = Literal["speed", "cost", "memory"]
 LARGEST_MICRO_BATCH = 64
 LEAST_POSITIONS = 4096
 """Positions of a sequence that a context-parallel rank has at least in the layouts that are tried."""
+LEAST_MOMENTS: Mapping[OptimizerName, float] = {
+    "adamw": 8.0,
+    "adam": 8.0,
+    "adamw8bit": 2.0,
+    "muon": 4.0,
+    "adafactor": 0.0,
+    "lion": 4.0,
+    "sgd": 0.0,
+}
+"""Bytes a parameter of an optimizer's moments at least: of Muon's momentum, and of SGD without one."""
+_MASTER = 4.0
+"""Bytes a parameter of the fp32 copy of weights that ZeRO updates. Without ZeRO the weights may be in fp32."""
 _OFFLOADS: tuple[tuple[OffloadDevice, OffloadDevice], ...] = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
 
 
@@ -312,7 +325,13 @@ def _smallest(request: PlanRequest, predicted: list[Candidate], top: int) -> lis
 
 
 def least_bytes(request: PlanRequest, layout: Layout) -> float:
-    """Return a lower bound of a rank's model states: 16-bit weights, and shares of gradients, masters and moments."""
+    """Return a lower bound of a rank's model states: 16-bit weights, and shares of gradients, masters and moments.
+
+    It is 0 for other engines and frameworks, which keep other states.
+    """
+    engine = "deepspeed" if request.base is None else request.base.train.engine
+    if request.execution.framework != "toolkit" or engine != "deepspeed":
+        return 0.0
     numel = request.model.parameters.numel / (layout.tp * layout.pp)
     routed = request.model.shape.layers * routed_parameters(request.model.shape) / (layout.tp * layout.pp)
     held = numel - routed * (1 - 1 / layout.ep)
@@ -320,7 +339,11 @@ def least_bytes(request: PlanRequest, layout: Layout) -> float:
     if request.trained is not None:  # of what does not train a rank has weights alone, and maybe in 4 bits
         return held / 2 if layout.zero_stage < 3 else 0.0
     whole = {1: 4.0, 2: 2.0, 3: 0.0}.get(layout.zero_stage, 8.0)
-    shared = 0.0 if layout.offload_optimizer != "none" else 12.0
+    if layout.offload_optimizer != "none":
+        return held * whole
+    shared = LEAST_MOMENTS[request.optimizer]
+    if layout.zero_stage > 0:
+        shared += _MASTER
     return held * whole + numel * shared / shards
 
 
