@@ -22,6 +22,7 @@ from toolkit.engines.factory import create_engine
 from toolkit.engines.optimizer_states import MASTER
 from toolkit.engines.second_weights import SecondWeights
 from toolkit.estimate.breakdown import MemoryBreakdown
+from toolkit.parallel.context import heads
 from toolkit.parallel.distilled_loss import TopTokens
 from toolkit.parallel.tensor import collectives
 from toolkit.planner.run_memory import memory_request
@@ -297,6 +298,23 @@ def test_a_rank_that_skips_an_all_reduce_is_named(make_recipe: MakeRecipe, monke
     assert "; rank 1 (tensor-parallel 1) has " in problem
 
 
+def test_a_rank_that_exchanges_heads_in_another_dtype_is_named(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks that exchange heads are half of the context-parallel ones."""
+    exchange = heads._exchange
+
+    def exchanging(tensor: torch.Tensor, group: Any, *, splits_heads: bool) -> torch.Tensor:
+        sent = tensor.double() if dist.get_rank() == 1 else tensor
+        return exchange(sent, group, splits_heads=splits_heads).to(tensor.dtype)
+
+    monkeypatch.setattr(heads, "_exchange", exchanging)
+    problem = rehearse_faulty(make_recipe, "u2-cp2-z1")
+    assert problem.startswith("call 1 of group heads: ")
+    assert "rank 0 (first rank) has all_to_all [2, 2, 2, 8, 12] float32" in problem
+    assert "rank 1 (context-parallel 1 to 3) has all_to_all [2, 2, 2, 8, 12] float64" in problem
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -507,6 +525,14 @@ def test_what_a_rank_sends_round_the_ring_is_what_the_next_receives(received: li
     second = calls_of("send context 4 1", *(f"receive context {size} 2" for size in received), "send context 2 1")
     text = mismatch("cp3", first, second)
     assert text == (f"call 2 of group context: {words}" if words else "")
+
+
+def test_calls_of_a_group_along_no_axis_are_compared() -> None:
+    """As of DeepSpeed's quantized gradients, whose ranks are those of a node."""
+    calls = [replace(call, ranks=(0, 1)) for call in calls_of("all_reduce node 4", "all_reduce node 5")]
+    assert not mismatch("tp2", calls[:1], calls[:1])
+    text = mismatch("tp2", calls[:1], calls[1:])
+    assert text.startswith("call 1 of group node: rank 0 (first rank) has all_reduce [4] float32; rank 1 ")
 
 
 def test_a_call_too_few_is_found_at_the_end() -> None:

@@ -37,7 +37,23 @@ _KINDS = {
 """Operators of c10d, and what torch.distributed calls them."""
 WAIT = "wait"
 """The kind of call at which a rank waits for a message of a pipeline schedule: no operator of c10d."""
-_AXES = ("data", "pipeline", "expert", "expert data", "secondary", "ends", "stage", "replica")
+AXES = (
+    "world",
+    "sequence",
+    "tensor",
+    "data",
+    "pipeline",
+    "expert",
+    "expert data",
+    "secondary",
+    "context",
+    "heads",
+    "ring",
+    "ends",
+    "stage",
+    "replica",
+)
+"""Names of groups. One whose ranks lie along several axes has the first of their names."""
 _PEER = ("root_rank", "dst", "src")
 _LISTENED = ("toolkit/", "deepspeed/runtime/", "deepspeed/sequence/")
 _PASSED_ON = ("recorder/rehearsal/", "recorder/gpu_kernels.py", "parallel/tensor/collectives.py")
@@ -49,7 +65,7 @@ class Collective:
 
     kind: str
     group: str
-    """The axis along which the ranks of the group lie, as of `Groups.name`."""
+    """The axis along which the ranks of the group lie, one of AXES; for a group along none, its ranks in words."""
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the tensors that the rank puts in, or receives."""
     dtype: str
@@ -60,6 +76,8 @@ class Collective:
     context-parallel ranks in their ring."""
     where: str = ""
     """File and function that called."""
+    ranks: tuple[int, ...] = ()
+    """The ranks of a group that lie along no axis; empty for every other group."""
     message: str = ""
     """What a message of a pipeline schedule carries, and to which stage; empty for every other call."""
 
@@ -83,7 +101,8 @@ class Groups:
     """Names of process groups: the axis of a layout along which their ranks lie.
 
     `replica`: all ranks of one; `ends`: the first and last stage, which share tied embeddings; `secondary`: the ranks
-    that keep a secondary partition of ZeRO++.
+    that keep a secondary partition of ZeRO++; `heads` and `ring`: of context-parallel ranks, the neighbors that
+    exchange heads for positions, and one of each such group, which exchange keys and values.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -106,10 +125,14 @@ class Groups:
             first = at.pipe * (layout.world_size // layout.pp)
             return tuple(range(first, first + layout.world_size // layout.pp))
         data = range(layout.replicas)
-        if name in ("expert", "secondary", "context"):
-            size = {"expert": layout.ep, "secondary": layout.hpz, "context": layout.cp}[name]
+        sizes = {"expert": layout.ep, "secondary": layout.hpz, "context": layout.cp, "heads": layout.cp_ulysses}
+        if name in sizes:
+            size = sizes[name]
             first = at.data // size * size
             data = range(first, first + size)
+        elif name == "ring":
+            first = at.data // layout.cp * layout.cp
+            data = range(first + at.data % layout.cp_ulysses, first + layout.cp, layout.cp_ulysses)
         elif name == "expert data":
             data = range(at.data % layout.ep, layout.replicas, layout.ep)
         elif name == "replica":
@@ -129,21 +152,9 @@ class Groups:
         return self._names[key]
 
     def _name_of(self, ranks: Sequence[int], rank: int) -> str:
-        model = "sequence" if self.layout.ulysses > 1 else "tensor"
-        for name in (
-            "world",
-            model,
-            "data",
-            "pipeline",
-            "expert",
-            "expert data",
-            "secondary",
-            "context",
-            "ends",
-            "stage",
-            "replica",
-        ):
-            if ranks == self.members(name, rank):
+        other_name_of_model = "tensor" if self.layout.ulysses > 1 else "sequence"
+        for name in AXES:
+            if name != other_name_of_model and ranks == self.members(name, rank):
                 return name
         return f"ranks {', '.join(map(str, ranks))}"
 
@@ -208,6 +219,7 @@ class CollectiveRecorder(TorchDispatchMode):
             nbytes=0 if is_barrier else sum(tensor.nbytes for tensor in sent),
             peer=peer,
             where=_caller(sys._getframe(2)),
+            ranks=() if name in AXES else tuple(dist.get_process_group_ranks(group)),
             message=self.message if kind in ("send", "receive") else "",
         )
         self.recorded.append(call)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.config.layout import Layout
-from toolkit.recorder.rehearsal.collectives import WAIT, Collective, Groups, at_stage
+from toolkit.recorder.rehearsal.collectives import AXES, WAIT, Collective, Groups, at_stage
 from toolkit.recorder.rehearsal.rank_kinds import RankKind
 
 
@@ -121,9 +121,11 @@ class _Match:
             return (rank, at_stage(self.layout, rank, stage)) if 0 <= stage < self.layout.pp else (rank,)
         key = (call.group, rank)
         if key not in self._members:
-            try:
+            if call.group in AXES:
                 members = self.groups.members(call.group, rank)
-            except KeyError:
+            elif rank in call.ranks:
+                members = call.ranks
+            else:  # the counterpart of the rehearsed rank at another pipeline stage
                 members = (rank,)
             self._members[key] = tuple(member for member in members if member in self.programs)
         return self._members[key]
