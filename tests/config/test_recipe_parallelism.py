@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checked_recipes import check_conflict, recipe
@@ -14,6 +15,7 @@ from toolkit.config.layout import Layout
 from toolkit.config.recipe import Recipe
 from toolkit.errors import RecipeError
 from toolkit.models.support import Support
+from toolkit.parallel.tiny_model import tiny_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -386,3 +388,27 @@ def test_a_model_known_only_at_launch_is_refused_before_it_is_built(
 def test_a_layout_that_gpt2_allows_is_one_that_layout_allows(text: str) -> None:
     layout = Layout.parse(text)
     assert recipe_problems(recipe(parallel={"tp": layout.tp, "pp": layout.pp, "zero_stage": layout.zero_stage})) == []
+
+
+@pytest.mark.parametrize(
+    ("parallel", "line"),
+    [
+        (
+            {"pp": 4, "schedule": "zb-v", "chunks": 2},
+            "cannot fill 8 stages, 2 on each of 4 ranks. Set parallel.pp to 2 or less.",
+        ),
+        (
+            {"pp": 2, "schedule": "interleaved", "chunks": 3},
+            "cannot fill 6 stages, 3 on each of 2 ranks. Set parallel.pp=1.",
+        ),
+        ({"pp": 8}, "cannot fill 8 stages. Set parallel.pp to 5 or less."),
+    ],
+    ids=["zb-v", "interleaved", "1f1b"],
+)
+@pytest.mark.parametrize("family", ["llama", "dbrx", "qwen3_moe"])
+def test_more_stages_than_decoder_layers_are_refused_before_a_launch(
+    tmp_path: Path, family: str, parallel: dict[str, Any], line: str
+) -> None:
+    tiny_config(family, num_hidden_layers=5).save_pretrained(tmp_path)
+    (problem,) = recipe_problems(recipe(model__name_or_path=str(tmp_path), data__seq_len=32, parallel=parallel))
+    assert f"5 decoder layers {line}" in problem

@@ -9,9 +9,11 @@ from toolkit.config.pipeline_schedules import SPLITTING
 from toolkit.config.recipe import Recipe
 from toolkit.config.router_rules import expert_count
 from toolkit.errors import BatchError, LayoutError, Refusal, Setting
+from toolkit.models.config_fields import text_config
 from toolkit.models.families.registry import FAMILIES, own_attention
+from toolkit.models.families.spec import SPELLINGS
 from toolkit.models.shape import ModelShape
-from toolkit.models.support import LIGER_FAMILIES, find, misfits
+from toolkit.models.support import LIGER_FAMILIES, find, misfits, pipeline_misfit
 
 ULYSSES_FAMILIES = tuple(model_type for model_type, spec in FAMILIES.items() if spec.ulysses_verified)
 """Families that train the same with and without DeepSpeed-Ulysses (tests/parity/test_ulysses.py)."""
@@ -21,6 +23,7 @@ _REVERSIBLE = ("reformer",)
 _MODEL = "model.name_or_path"
 _ULYSSES = "parallel.ulysses"
 _CONTEXT = "parallel.cp"
+_PIPELINE = "parallel.pp"
 _ATTENTION = "model.attn_implementation"
 _ROTARY_BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the largest position that a rank sees."""
@@ -85,12 +88,13 @@ def model_conflicts(recipe: Recipe, config: Mapping[str, Any] | None, shape: Mod
     yield from refused
     if shape is not None and not refused:
         section = recipe.parallel
-        sizes = {name: getattr(section, name) for name in ("tp", "pp", "ulysses", "ep")}
+        sizes = {name: getattr(section, name) for name in ("tp", "pp", "chunks", "ulysses", "ep")}
         for axis, reason, allowed in misfits(shape, **sizes, inner=section.experts == "inner"):
             field = f"parallel.{axis}"
             yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, allowed),))
     if shape is None and config is not None:
         yield from _experts(recipe, config)
+        yield from _stages(recipe, config)
     if recipe.optimizer.name == "adamw8bit" and config is not None:
         yield from _moments_of_copies(recipe, shape)
     yield from _sequence_length(recipe, shape)
@@ -120,6 +124,16 @@ def _experts(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Refusal]:
         reason = f"{count} experts cannot be shared equally by {ranks} ranks"
         remedy = f"choose a divisor of {count}"
         yield recipe.conflict("parallel.ep", "parallel.tp", _MODEL, reason=reason, remedy=(remedy,))
+
+
+def _stages(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Refuse more pipeline stages than decoder layers, where no more is known of a model than its config."""
+    section = recipe.parallel
+    fields = {**text_config(config), **recipe.model.overrides}
+    layers = next((fields[name] for name in SPELLINGS["layers"] if name in fields), None)
+    misfit = pipeline_misfit(layers, pp=section.pp, chunks=section.chunks) if isinstance(layers, int) else None
+    if misfit is not None:
+        yield recipe.conflict(_PIPELINE, _MODEL, reason=misfit.reason, remedy=((_PIPELINE, misfit.allowed),))
 
 
 def _family(recipe: Recipe, model_type: str | None) -> Iterator[Refusal]:

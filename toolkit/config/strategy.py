@@ -226,7 +226,7 @@ class Strategy:
         return "dp1-z1" if self.engine == "deepspeed" and self.zero_stage != 0 else "dp1-z0"
 
     def _fields_that_need_other_axes(self) -> dict[str, Any]:
-        """Return the defaults of fields that no strategy names, where this one has not the axis or stage they are for."""
+        """Return defaults for fields that no strategy names, where it lacks the axis or stage that they are for."""
         fields: dict[str, Any] = {}
         if self.cp == 1 or self.trainer:
             fields["cp_exchange"] = "auto"

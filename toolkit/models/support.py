@@ -139,18 +139,25 @@ class Misfit(NamedTuple):
 
 
 def misfits(
-    shape: ModelShape, *, tp: int = 1, pp: int = 1, ulysses: int = 1, ep: int = 1, inner: bool = False
+    shape: ModelShape,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    chunks: int = 1,
+    ulysses: int = 1,
+    ep: int = 1,
+    inner: bool = False,
 ) -> Iterator[Misfit]:
     """Yield why `shape` does not allow these numbers of ranks: at most one misfit per axis.
 
-    `inner`: whether tp shards every expert instead of handing out whole ones.
+    `chunks`: stages of each pipeline rank. `inner`: whether tp shards every expert instead of handing out whole ones.
     """
     reason = _tensor_misfit(shape, tp, inner=inner)
     if reason is not None:
         yield Misfit("tp", reason, _nearest(tensor_parallel_sizes(shape, inner=inner), tp))
-    if pp > shape.layers:
-        allowed = f"{shape.layers} or less" if shape.layers > 1 else "1"
-        yield Misfit("pp", f"{plural(shape.layers, 'decoder layer')} cannot fill {pp} stages", allowed)
+    too_many_stages = pipeline_misfit(shape.layers, pp=pp, chunks=chunks)
+    if too_many_stages is not None:
+        yield too_many_stages
     reason = _heads_misfit(shape, ulysses)
     if reason is not None:
         sizes = [size for size in range(1, shape.heads + 1) if _heads_misfit(shape, size) is None]
@@ -162,6 +169,17 @@ def misfits(
             f"{plural(count, 'expert')} cannot be shared equally by {ep * tp} ranks" if count else "it has no experts"
         )
         yield Misfit("ep", reason, _nearest(sizes, ep))
+
+
+def pipeline_misfit(layers: int, *, pp: int, chunks: int) -> Misfit | None:
+    """Return why a model has too few decoder layers for a pipeline with `chunks` stages on each rank, or None."""
+    stages = pp * chunks
+    if stages <= layers:
+        return None
+    most = max(1, layers // chunks)
+    ranks = f", {chunks} on each of {pp} ranks" if chunks > 1 else ""
+    reason = f"{plural(layers, 'decoder layer')} cannot fill {stages} stages{ranks}"
+    return Misfit("pp", reason, f"{most} or less" if most > 1 else "1")
 
 
 def tensor_parallel_sizes(shape: ModelShape, *, inner: bool = False) -> list[int]:

@@ -109,7 +109,8 @@ def check_model_kind(model_class: type[PreTrainedModel], config: Any) -> None:
 def decoder_layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Return the outermost ModuleList with one module per hidden layer; the decoder's if an image tower has one too."""
     config = model.config.get_text_config(decoder=True)
-    counts = [getattr(config, name, None) for name in ("num_hidden_layers", "num_layers")]
+    # Of an encoder-decoder's config the first may count the encoder's.
+    counts = [getattr(config, name, None) for name in ("num_hidden_layers", "num_layers", "decoder_layers")]
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outer = [
         (name, module)
