@@ -82,10 +82,10 @@ def test_the_bound_on_states_holds_for_every_optimizer(optimizer: OptimizerName,
         micro_batch_size=1,
         seq_len=64,
         accumulation=1,
-        precision="bf16",
+        precision="fp16",
         optimizer=optimizer,
     )
-    asked = request(gpus=1, batch=1, seq_len=64, base=base)
+    asked = request(gpus=1, batch=1, seq_len=64, precision="fp16", base=base)
     batch = Batch(global_batch_size=1, micro_batch_size=1, dp=1)
     assert 0 < least_bytes(asked, layout) < asked.memory(layout, batch).total
 
