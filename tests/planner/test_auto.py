@@ -55,6 +55,31 @@ def test_what_the_recipe_gives_is_kept(path: Path, given: str) -> None:
     assert recipe.batch.global_batch_size == 8
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"offload_optimizer": "cpu"}, ["offload_optimizer"]),
+        ({"offload_optimizer": "cpu", "zero_stage": "1"}, ["offload_optimizer"]),
+        ({"offload_optimizer": "cpu", "zero_stage": "3"}, ["offload_optimizer", "offload_params"]),
+        ({"offload_params": "cpu"}, ["offload_optimizer", "offload_params"]),
+        ({"offload_params": "cpu", "offload_optimizer": "none"}, ["offload_params"]),
+        ({"offload_params": "none"}, []),
+    ],
+)
+def test_an_offload_that_the_recipe_gives_is_kept(path: Path, given: dict[str, str], expected: list[str]) -> None:
+    parallel = plan(path, 4, *(f"parallel.{name}={value}" for name, value in given.items()), kind="H100").parallel
+    offloaded = [name for name in ("offload_optimizer", "offload_params") if getattr(parallel, name) == "cpu"]
+    assert offloaded == expected
+    assert all(str(getattr(parallel, name)) == value for name, value in given.items())
+
+
+def test_experts_that_the_recipe_splits_inside_are_kept(path: Path) -> None:
+    mixture = ("model.name_or_path=mixtral-8x7b", "parallel.experts=inner")
+    parallel = plan(path, 16, *mixture, kind="H200").parallel
+    assert parallel.experts == "inner"
+    assert parallel.tp > 1
+
+
 def test_a_layout_replaces_the_plan_but_for_the_micro_batch(path: Path) -> None:
     recipe = load_recipe(path, layout="tp2-z2", world_size=4)
     assert recipe.parallel.auto

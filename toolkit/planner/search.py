@@ -103,7 +103,8 @@ def _variants(
 ) -> Iterator[Layout]:
     """Stages of ZeRO, offload, recomputation and sequence parallelism. ZeRO-0 keeps fp32 weights: never better."""
     cp_ulysses = request.fixed.get("cp_ulysses", 1)
-    if cp % cp_ulysses:
+    experts = request.fixed.get("experts", "whole")
+    if cp % cp_ulysses or (experts == "inner" and (tp == 1 or ep > 1)):
         return
     dp = request.gpus // (tp * pp * cp * ulysses)
     recomputations: tuple[Recompute, ...] = ("none", "full")
@@ -116,15 +117,17 @@ def _variants(
         stages = (0,)
     elif pp > 1:
         stages = (1,)
-    offloads = _OFFLOADS if request.offloads and not request.cluster.cores else _OFFLOADS[:1]
+    fixes_both_offloads = {"offload_optimizer", "offload_params"} <= request.fixed.keys()
+    least_offloading_stage = 1 if request.fixed.get("zero_stage") == 1 else 2
     sequence_parallel_choices = (True, False) if tp > 1 else (False,)
     for stage in stages:
-        for optimizer, params in offloads:
-            offloads_optimizer = optimizer == "cpu"
-            if offloads_optimizer and (pp > 1 or stage < 2):
+        for optimizer, params in _offloads(request):
+            if optimizer == "cpu" and (pp > 1 or stage < least_offloading_stage):
+                continue
+            if params == "cpu" and stage < 3:
                 continue
             # Where parameters are sharded, a strategy offloads both.
-            if (params == "cpu") != (offloads_optimizer and stage == 3):
+            if stage == 3 and optimizer != params and not fixes_both_offloads:
                 continue
             for sequence_parallel in sequence_parallel_choices:
                 first = Layout(
@@ -137,6 +140,7 @@ def _variants(
                     ulysses=ulysses,
                     zero_stage=stage,
                     sequence_parallel=sequence_parallel,
+                    experts=experts,
                     offload_optimizer=optimizer,
                     offload_params=params,
                     offload_activations=request.fixed.get("offload_activations", False),
@@ -148,6 +152,17 @@ def _variants(
                     layout = replace(first, recompute=recompute)
                     if recompute != "selective" or not request.impossible(layout):
                         yield from scheduled(request, layout)
+
+
+def _offloads(request: PlanRequest) -> tuple[tuple[OffloadDevice, OffloadDevice], ...]:
+    """Return the devices of optimizer states and of parameters that are tried."""
+    optimizer = request.fixed.get("offload_optimizer")
+    params = request.fixed.get("offload_params")
+    if optimizer is not None and params is not None:
+        return ((optimizer, params),)
+    if "cpu" in (optimizer, params) or (request.offloads and not request.cluster.cores):
+        return _OFFLOADS
+    return _OFFLOADS[:1]
 
 
 def scheduled(request: PlanRequest, layout: Layout) -> Iterator[Layout]:
