@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from toolkit.errors import ModelError
 from toolkit.parallel.context.attention import SequenceView, attend, attending, mask
 from toolkit.parallel.context.exchange import Exchange, ExchangeKind, NoExchange, make_exchange
 from toolkit.parallel.context.sequence import TILE, SequenceSlice, Tile
@@ -181,6 +182,15 @@ def differences(exchange: ExchangeKind | None, kind: str) -> list[float]:
             dist.all_reduce(each)
     compared = [(output, whole[:, own]), *zip(found, wanted, strict=True)]
     return [float(((got - right).norm() / right.norm()).detach()) for got, right in compared]
+
+
+@pytest.mark.parametrize("option", [{"softcap": 1.5}, {"s_aux": torch.zeros(2)}], ids=["softcap", "s_aux"])
+def test_what_pytorch_would_leave_out_is_refused_outside_of_a_forward_pass_of_an_engine(option: dict[str, Any]) -> None:
+    operands = [torch.zeros(1, 2, 4, 8) for _ in range(3)]
+    with pytest.raises(ModelError, match=f"takes {next(iter(option))} inside of"):
+        attend(torch.nn.Identity(), *operands, None, **option)
+    on_meta = [operand.to("meta") for operand in operands]
+    assert attend(torch.nn.Identity(), *on_meta, None, **option)[0].shape == (1, 4, 2, 8)
 
 
 @pytest.mark.parametrize("kind", KINDS)

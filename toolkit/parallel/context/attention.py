@@ -106,9 +106,12 @@ def attend(
     """Attend from this rank's queries [b, h, n, d] to the keys and values [b, g, n, d] of all ranks; [b, n, h, d].
 
     `softcap` bounds scores by tanh (Gemma 2), `s_aux` [h] are attention sinks (GPT-OSS). A layer's window is that of
-    its `SequenceView`. Raises ModelError for dropout between queries and keys.
+    its `SequenceView`. Raises ModelError for dropout between queries and keys, and outside of `attending` for what
+    PyTorch's own attention would leave out.
     """
     if not isinstance(attention_mask, SequenceView):
+        if not query.is_meta:  # without values nothing is lost: the structure of a model is found so
+            _check_plain(softcap, s_aux)
         found: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
@@ -127,6 +130,14 @@ def attend(
     if group is not None:
         output = to_positions(output, group)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _check_plain(softcap: float | None, s_aux: Tensor | None) -> None:
+    """Raise ModelError for bounded scores and attention sinks, which PyTorch's own attention does not have."""
+    for name, what in (("softcap", softcap), ("s_aux", s_aux)):
+        if what is not None:
+            reason = f"{NAME} takes {name} inside of `attending` alone, and PyTorch's own attention leaves it out"
+            raise ModelError.of("model.attn_implementation", NAME, reason, "let an engine of the toolkit run the model")
 
 
 def _as_autocast(operand: Tensor) -> Tensor:
