@@ -113,6 +113,9 @@ def test_the_end_of_a_run_and_its_last_incident_are_read(make_run: MakeRun) -> N
     slow = {"step": 131, "kind": "slow", "reason": "rank 3 (node2) holds the others up"}
     (done / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (*events, slow)))
     assert status_of(done).incident == "step 131: rank 3 (node2) holds the others up"
+    with (done / "events.jsonl").open("a") as file:
+        file.write('3\n[]\nnull\n{"step": 132}\n{"st')
+    assert status_of(done).incident == "step 131: rank 3 (node2) holds the others up"
     again = make_run("again", steps(1, 40) + steps(31, 50) + "{")
     status = status_of(again)
     assert (status.step, status.incident) == (50, "resumed at step 31, after step 40")

@@ -3,7 +3,6 @@
 Of each run only the end of metrics.jsonl and of events.jsonl is read, so that a look costs the same at any step.
 """
 
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from toolkit.config import load_recipe
 from toolkit.errors import ReportError, ToolkitError
 from toolkit.files import expanded, open_regular, read_json_object
 from toolkit.report.page import check_replaceable, render
+from toolkit.report.recorded_run import incident_of
 from toolkit.step_metrics import StepMetrics
 from toolkit.units import NOT_FINITE, UNKNOWN, format_count, format_duration, plural
 
@@ -194,14 +194,12 @@ def _recent_steps(path: Path) -> tuple[list[StepMetrics], str]:
 
 
 def _last_event(path: Path) -> str:
-    for line in reversed(_tail(path)):
-        try:
-            event = json.loads(line)
-            outcomes = {"rollback": f" rolled back to {event.get('to')}", "slow": ""}
-            return f"step {event['step']}{outcomes.get(event['kind'], ' skipped')}: {event['reason']}"
-        except (ValueError, KeyError, TypeError):
-            continue
-    return ""
+    incidents = (incident_of(line) for line in reversed(_tail(path)))
+    last = next((incident for incident in incidents if incident is not None), None)
+    if last is None:
+        return ""
+    outcomes = {"rollback": f" rolled back to {last.to}", "slow": ""}
+    return f"step {last.step}{outcomes.get(last.kind, ' skipped')}: {last.reason}"
 
 
 def _planned_steps(folder: Path) -> int | None:

@@ -19,7 +19,7 @@ from toolkit.errors import ReportError, ToolkitError
 from toolkit.estimate.flops import mfu
 from toolkit.files import (
     MAX_LOG_BYTES,
-    decode_json,
+    decode_json_object,
     expanded,
     read_json_object,
     read_regular,
@@ -249,18 +249,25 @@ def _shape(recipe: Recipe, folder: Path, checkpoints: Sequence[int]) -> ModelSha
 
 
 def _incidents(path: Path) -> Iterator[Incident]:
-    """Read events.jsonl, skipping malformed lines: the page does not validate the files of a run."""
+    """Read events.jsonl without malformed lines: the page does not validate the files of a run."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
     for line in lines:
-        try:
-            event = decode_json(line)
-            to = int(event["to"]) if event["kind"] == "rollback" else None
-            yield Incident(kind=str(event["kind"]), step=int(event["step"]), reason=str(event["reason"]), to=to)
-        except (ValueError, KeyError, TypeError):
-            continue
+        incident = incident_of(line)
+        if incident is not None:
+            yield incident
+
+
+def incident_of(line: str) -> Incident | None:
+    """Read a line of events.jsonl; None where it has no incident, for instance where it was not written to its end."""
+    try:
+        event = decode_json_object(line)
+        to = int(event["to"]) if event["kind"] == "rollback" else None
+        return Incident(kind=str(event["kind"]), step=int(event["step"]), reason=str(event["reason"]), to=to)
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return None
 
 
 def _object(path: Path) -> dict[str, Any]:
