@@ -200,6 +200,16 @@ def test_updates_skipped_for_a_non_finite_loss_are_not_counted_as_overflows(make
     assert events["update skipped (not finite)"] == "2"
 
 
+def test_the_recorded_reason_of_a_skipped_update_is_shown(make_run: MakeRun) -> None:
+    """An infinite norm skips a step under bf16, too, where nothing overflows by design."""
+    folder = make_run([line(1, skipped=True, grad_norm=None), line(2, skipped=True, grad_norm=None), line(3)])
+    skip = {"step": 2, "kind": "skip", "reason": "the gradient norm is inf"}
+    (folder / "events.jsonl").write_text(json.dumps(skip) + "\n")
+    events = events_of(folder)
+    assert events["update skipped (the gradient norm is inf)"] == "2"
+    assert events["update skipped (fp16 overflow)"] == "1"
+
+
 def test_rollbacks_are_events_with_their_reason(make_run: MakeRun) -> None:
     folder = make_run([line(1), line(2), line(3)])
     rollback = {"step": 3, "kind": "rollback", "reason": "the loss is nan on rank 1", "to": 2, "left_out": 1}

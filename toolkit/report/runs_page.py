@@ -175,12 +175,8 @@ def run_events(run: RecordedRun) -> list[RunEvent]:
         for field, name in _NAMES.items()
         if (steps := [step.step for step in run.log.steps if field in step.not_finite and not step.skipped])
     ]
-    for description, steps in (
-        ("fp16 overflow", [step.step for step in run.log.steps if step.skipped and "loss" not in step.not_finite]),
-        ("not finite", [step.step for step in run.log.steps if step.skipped and "loss" in step.not_finite]),
-    ):
-        if steps:
-            events.append(RunEvent("warning", f"update skipped ({description})", ranges(steps)))
+    for reason, steps in _skipped_steps(run).items():
+        events.append(RunEvent("warning", f"update skipped ({reason})", ranges(sorted(steps))))
     for incident in run.incidents:
         if incident.to is not None:
             description = f"rolled back to step {incident.to}: {incident.reason}"
@@ -199,6 +195,19 @@ def run_events(run: RecordedRun) -> list[RunEvent]:
         description = "the last line of metrics.jsonl is incomplete and skipped"
         events.append(RunEvent("plain", description, f"after {run.log.last.step}"))
     return events + _checkpoints(run)
+
+
+def _skipped_steps(run: RecordedRun) -> dict[str, set[int]]:
+    """Return the steps that changed no weight, by reason: the recorded one, or what follows from the line of a step."""
+    recorded = {incident.step: incident.reason for incident in run.incidents if incident.kind == "skip"}
+    by_reason: dict[str, set[int]] = {}
+    for step, reason in recorded.items():
+        by_reason.setdefault(reason, set()).add(step)
+    for metrics in run.log.steps:
+        if metrics.skipped and metrics.step not in recorded:
+            reason = "not finite" if "loss" in metrics.not_finite else "fp16 overflow"
+            by_reason.setdefault(reason, set()).add(metrics.step)
+    return by_reason
 
 
 def _checkpoints(run: RecordedRun) -> list[RunEvent]:
