@@ -99,6 +99,7 @@ def test_a_recipe_that_is_not_planned_yet_has_no_layout(path: Path) -> None:
     [
         (61, (), LayoutError, "61 ranks: .* Launch 64 ranks, or set batch.global_batch_size=61"),
         (64, ("batch.global_batch_size=3",), BatchError, "batch.global_batch_size=3: no layout splits it"),
+        (13, ("parallel.cp=2",), LayoutError, "13 ranks with parallel.cp=2: .* Launch 12 ranks"),
         (2, ("batch.micro_batch_size=3",), LayoutError, "micro_batch_size=3: .* to the plan"),
     ],
 )

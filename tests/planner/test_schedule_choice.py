@@ -111,3 +111,13 @@ def test_an_automatic_schedule_takes_none_that_training_refuses() -> None:
     recipe = auto_recipe(offload_activations=True)
     plan = planned(recipe, CLUSTER, 16, on="16 x H100")
     assert plan.recipe.parallel.schedule is None
+
+
+def test_a_bound_on_pending_weights_leaves_the_schedules_that_have_them() -> None:
+    config = find_config("gpt2")
+    assert config is not None
+    asked = PlanRequest.of("gpt2", config, cluster=CLUSTER, gpus=4, seq_len=512, global_batch_size=64)
+    fixed = replace(asked, schedules=True, fixed={"max_pending_weights": 2})
+    found = list(layouts(fixed))
+    assert {layout.schedule for layout in found} == {"zb-h1", "zb-v"}
+    assert {layout.max_pending_weights for layout in found} == {2}

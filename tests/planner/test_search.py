@@ -18,9 +18,9 @@ from toolkit.models.shape import local_config
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.costs import cost_of
 from toolkit.planner.execution import Execution
-from toolkit.planner.request import PlanRequest, predict
+from toolkit.planner.request import Plan, PlanRequest, predict
 from toolkit.planner.run_memory import recipe_of
-from toolkit.planner.search import candidates, layouts, least_bytes, nearest_that_fits, search
+from toolkit.planner.search import Goal, candidates, evaluated, layouts, least_bytes, nearest_that_fits, search
 from toolkit.planner.step_time import predict_step
 
 
@@ -191,6 +191,28 @@ def test_the_memory_goal_ranks_by_memory() -> None:
     totals = [plan.memory.total for plan in search(request(gpus=8), goal="memory", top=5).plans]
     assert totals == sorted(totals)
     assert totals[0] < search(request(gpus=8), top=1).plans[0].memory.total
+
+
+def test_the_memory_goal_keeps_a_micro_batch_that_is_fixed() -> None:
+    plans = search(request(gpus=8, fixed={"micro_batch_size": 4}), goal="memory", top=3).plans
+    assert [plan.batch.micro_batch_size for plan in plans] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("goal", ["speed", "memory"])
+def test_layouts_that_cannot_be_recorded_are_left_out(goal: Goal, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = PlanRequest.estimated
+
+    def estimated(asked: PlanRequest, layout: Layout, *rest: object, **options: object) -> Plan:
+        if layout.tp > 1:
+            raise ModelError.of("model_type", "llama", "its activations cannot be recorded", "choose another")
+        return whole(asked, layout, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PlanRequest, "estimated", estimated)
+    asked = request("gpt2", gpus=4, batch=8, seq_len=512)
+    for plans in (search(asked, goal=goal).plans, evaluated(asked, goal="speed").plans):
+        assert {plan.layout.tp for plan in plans} == {1}
+    with pytest.raises(ModelError, match="cannot be recorded"):
+        search(replace(asked, fixed={"tp": 2}), goal=goal)
 
 
 def test_a_mixtures_layouts_share_out_experts_over_every_divisor_of_both() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from toolkit.config.layout import Batch, Layout, OffloadDevice, Recompute
-from toolkit.config.pipeline_schedules import Kind
+from toolkit.config.pipeline_schedules import SPLITTING, Kind
 from toolkit.config.recipe import OptimizerName
 from toolkit.errors import BatchError, LayoutError, ModelError, ToolkitError
 from toolkit.models.support import expert_parallel_sizes, misfits, tensor_parallel_sizes
@@ -177,6 +177,8 @@ def scheduled(request: PlanRequest, layout: Layout) -> Iterator[Layout]:
     for schedule, chunks in SCHEDULES:
         if kind not in (None, schedule) or layout.pp * chunks > request.model.shape.layers:
             continue
+        if bound is not None and schedule not in SPLITTING:
+            continue
         with_schedule = replace(layout, schedule=schedule, chunks=chunks, max_pending_weights=bound)
         if request.refusal(with_schedule) is None:
             yield with_schedule
@@ -252,32 +254,42 @@ def search(request: PlanRequest, *, goal: Goal = "speed", top: int = 10) -> Sear
     plans: list[Plan] = []
     seen: set[Layout] = set()
     too_large: dict[Layout, int] = {}
-    unknown: ModelError | None = None
+    errors: list[ModelError] = []
     for candidate in sorted(predicted, key=lambda candidate: candidate.step.seconds):
         layout = candidate.layout
         size = candidate.batch.micro_batch_size
         # More samples never need less.
         if layout in seen or size >= too_large.get(layout, size + 1) or least_bytes(request, layout) > _room(request):
             continue
-        try:
-            plan = request.estimated(layout, candidate.batch, candidate.step)
-        except ModelError as error:  # a layout in which this model's activations cannot be recorded
+        plan = _estimated(request, candidate, errors)
+        if plan is None:
             too_large[layout] = 1
-            unknown = unknown or error
             continue
         if not plan.fits:
             # Most layouts that do not fit do not with one sample either: then no other size is tried.
-            one_sample = replace(candidate.batch, micro_batch_size=1)
-            one_fits = layout in too_large or request.estimated(layout, one_sample, candidate.step).fits
+            one_fits = layout in too_large
+            if not one_fits:
+                one_sample = replace(candidate.batch, micro_batch_size=1)
+                plan_of_one = _estimated(request, replace(candidate, batch=one_sample), errors)
+                one_fits = plan_of_one is not None and plan_of_one.fits
             too_large[layout] = size if one_fits else 1
             continue
         seen.add(layout)
         plans.append(plan)
         if len(plans) == top:
             break
-    if unknown is not None and not plans:
-        raise unknown
+    if errors and not plans:
+        raise errors[0]
     return SearchResult(plans=plans, candidates=len(predicted))
+
+
+def _estimated(request: PlanRequest, candidate: Candidate, errors: list[ModelError]) -> Plan | None:
+    """Return the candidate's plan; None, and one error more, where its activations cannot be recorded."""
+    try:
+        return request.estimated(candidate.layout, candidate.batch, candidate.step)
+    except ModelError as error:
+        errors.append(error)
+        return None
 
 
 def evaluated(request: PlanRequest, *, goal: Goal = "speed") -> SearchResult:
@@ -286,14 +298,20 @@ def evaluated(request: PlanRequest, *, goal: Goal = "speed") -> SearchResult:
     A thousand take a third of a second.
     """
     plans: list[Plan] = []
+    errors: list[ModelError] = []
     count = 0
     requests = _halves(request) if goal == "cost" else [request]
     for part in requests:
         predicted = candidates(part)
         count += len(predicted)
         for candidate in predicted:
-            if least_bytes(part, candidate.layout) <= _room(part):
-                plans.append(part.estimated(candidate.layout, candidate.batch, candidate.step))
+            if least_bytes(part, candidate.layout) > _room(part):
+                continue
+            plan = _estimated(part, candidate, errors)
+            if plan is not None:
+                plans.append(plan)
+    if errors and not plans:
+        raise errors[0]
     plans.sort(key=lambda plan: -plan.step.tokens_per_second_per_gpu)
     return SearchResult(plans=plans, candidates=count)
 
@@ -329,13 +347,21 @@ def _cheapest(request: PlanRequest, top: int) -> SearchResult:
 
 
 def _smallest(request: PlanRequest, predicted: list[Candidate], top: int) -> list[Plan]:
-    """The plans that need least memory: with micro-batches of one sample, in the order of what they keep at least."""
-    of_one_sample = [candidate for candidate in predicted if candidate.batch.micro_batch_size == 1]
-    of_one_sample.sort(key=lambda candidate: least_bytes(request, candidate.layout))
-    plans = [
-        request.estimated(candidate.layout, candidate.batch, candidate.step)
-        for candidate in of_one_sample[: max(top, 400)]
-    ]
+    """The plans that need least memory: each layout's smallest micro-batch, in the order of what they keep at least."""
+    smallest: dict[Layout, Candidate] = {}
+    for candidate in predicted:
+        kept = smallest.setdefault(candidate.layout, candidate)
+        if candidate.batch.micro_batch_size < kept.batch.micro_batch_size:
+            smallest[candidate.layout] = candidate
+    in_order = sorted(smallest.values(), key=lambda candidate: least_bytes(request, candidate.layout))
+    plans: list[Plan] = []
+    errors: list[ModelError] = []
+    for candidate in in_order[: max(top, 400)]:
+        plan = _estimated(request, candidate, errors)
+        if plan is not None:
+            plans.append(plan)
+    if errors and not plans:
+        raise errors[0]
     return sorted((plan for plan in plans if plan.fits), key=lambda plan: plan.memory.total)[:top]
 
 
@@ -395,10 +421,18 @@ def _no_layout(request: PlanRequest) -> LayoutError | BatchError:
     """No layout at all: the batch is no multiple of any possible number of replicas."""
     gpus = request.gpus
     batch = request.global_batch_size
-    fewest = min(_replicas(request, gpus))
+    possible = _replicas(request, gpus)
+    near = (other for step in range(1, gpus) for other in (gpus - step, gpus + step))
+    fitting = (n for n in near if any(batch % replicas == 0 for replicas in _replicas(request, n)))
+    if not possible:
+        cp = request.fixed["cp"]
+        settings = (("--gpus", gpus), ("cp", cp))
+        return LayoutError.between(
+            settings, "the ranks of a sequence do not divide them", ("--gpus", next(fitting, cp))
+        )
+    fewest = min(possible)
     if fewest == gpus > 1:
-        near = (other for step in range(1, gpus) for other in (gpus - step, gpus + step))
-        other = next(n for n in near if any(batch % replicas == 0 for replicas in _replicas(request, n)))
+        other = next(fitting)
         reason = f"neither tensor ranks nor stages of {request.name} divide them, and {batch} samples do not either"
         multiple = -(-batch // gpus) * gpus
         return LayoutError.of("--gpus", gpus, reason, ("--gpus", other), ("--global-batch", multiple))
