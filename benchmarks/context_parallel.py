@@ -8,8 +8,8 @@ Two CPU ranks share each sequence of a small Llama in fp32, whose decoder layers
 only the attention between projections differs. `gather`, `ring` and `heads` are the toolkit's
 (`toolkit/parallel/context/`). PyTorch's `context_parallel` refuses the CPU's kernel of attention
 (aten._scaled_dot_product_flash_attention_for_cpu has no sharding strategy), so that its ring is called below the part
-that refuses, with this kernel: its own loops, load balance, transfers and merging. DeepSpeed's side is its
-`DistributedAttention` around `scaled_dot_product_attention`.
+that refuses, with this kernel: its own loops, load balance, transfers and merging. DeepSpeed's side is the attention of
+Arctic Long Sequence Training, `UlyssesSPAttentionHF`, which also gathers the position ids in every layer.
 
 A round runs a step, forward and backward, of each side in turn on the same ranks. All sides agree with one process in
 loss and in the norm of the gradients within 1e-4, which is checked. Bytes are those that a rank sends to the other one
@@ -31,12 +31,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.sequence.layer import DistributedAttention
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from measure.table import publish
 from torch.distributed.tensor.experimental._context_parallel import _attention as pytorch
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from toolkit.engines.deepspeed_patches import skip_shared_memory_op
@@ -197,17 +197,24 @@ class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.total += sum(tensor.nbytes for tensor in args[0])
             elif name == "_allgather_base_":
                 self.total += args[1].nbytes * (RANKS - 1)
+            elif name == "allgather_":
+                self.total += sum(tensor.nbytes for tensor in args[1]) * (RANKS - 1)
             elif name in ("_reduce_scatter_base_", "alltoall_base_"):
                 self.total += args[1].nbytes * (RANKS - 1) // RANKS
             elif name not in ("recv_", "barrier"):
                 raise RuntimeError(f"what {name} sends is not counted here")
+        elif name == "dim_zero_all_to_all":
+            self.total += args[0].nbytes * (RANKS - 1) // RANKS
         return func(*args, **(kwargs or {}))
 
 
 def rivals(group: dist.ProcessGroup, length: int) -> list[Rival]:
     """Register the attentions, and say what each side has."""
     attention.register()
-    for name, attend in (("pytorch_ring", pytorch_ring(group)), ("deepspeed_ulysses", deepspeed_ulysses(group))):
+    for name, attend in (
+        ("pytorch_ring", pytorch_ring(group)),
+        ("deepspeed_alst", deepspeed_alst(group, length)),
+    ):
         AttentionInterface.register(name, attend)
         AttentionMaskInterface.register(name, lambda *_, **__: None)
     rank = dist.get_rank()
@@ -231,7 +238,7 @@ def rivals(group: dist.ProcessGroup, length: int) -> list[Rival]:
         Rival(name="PyTorch's ring", attention="pytorch_ring", held=zigzag),
         Rival(name="toolkit: ring", attention=name, held=zigzag, around=ours(shared, RingExchange(group))),
         Rival(name="toolkit: gather", attention=name, held=zigzag, around=ours(shared, GatherExchange(group))),
-        Rival(name="DeepSpeed's Ulysses", attention="deepspeed_ulysses", held=half),
+        Rival(name="DeepSpeed's ALST", attention="deepspeed_alst", held=half),
         Rival(name="toolkit: heads", attention=name, held=half, around=ours(heads, NoExchange(), exchanges_heads=True)),
     ]
 
@@ -275,21 +282,19 @@ def pytorch_ring(group: dist.ProcessGroup) -> Callable[..., tuple[Tensor, None]]
     return attend
 
 
-def deepspeed_ulysses(group: dist.ProcessGroup) -> Callable[..., tuple[Tensor, None]]:
-    """Return an attention function that is DeepSpeed's exchange of heads around PyTorch's attention."""
-
-    def local(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-        output = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return output.transpose(1, 2).contiguous()
-
-    shared = DistributedAttention(local, group, scatter_idx=2, gather_idx=1)
-
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
-        positions_first = [each.transpose(1, 2).contiguous() for each in (query, key, value)]  # [b, n, h, d]
-        return shared(*positions_first, 0), None
-
-    return attend
+def deepspeed_alst(group: dist.ProcessGroup, length: int) -> UlyssesSPAttentionHF:
+    """Return DeepSpeed's attention of Arctic Long Sequence Training, around transformers' function for PyTorch's."""
+    return UlyssesSPAttentionHF(
+        sdpa_attention_forward,
+        batch_size=1,
+        attn_head_count=SIZES["num_attention_heads"],
+        attn_head_size=SIZES["hidden_size"] // SIZES["num_attention_heads"],
+        kv_head_count=SIZES["num_key_value_heads"],
+        num_hidden_layers=SIZES["num_hidden_layers"],
+        process_group=group,
+        local_seq_length=length // RANKS,
+        global_seq_length=length,
+    )
 
 
 if __name__ == "__main__":
