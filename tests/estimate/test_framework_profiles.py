@@ -203,3 +203,14 @@ def test_layouts_that_a_profile_does_not_cover_are_refused() -> None:
         with pytest.raises(LayoutError) as caught:
             memory_request(LLAMA, layout, work, profiled).peak()
         assert (caught.value.refusal.field, dict(caught.value.refusal.settings)["framework"]) == (field, profiled.name)
+
+
+@pytest.mark.parametrize("name", ["nanotron", "aleph-alpha-scaling", "torchtitan"])
+def test_an_mlp_that_a_profile_does_not_have_is_refused(name: str) -> None:
+    work = WORK | {"attention": "sdpa" if name == "torchtitan" else "flash"}
+    layout = Layout()
+    if name == "torchtitan":
+        layout = Layout(dp=2, zero_stage=3, recompute="selective")
+    with pytest.raises(LayoutError, match="MLPs without a gate") as caught:
+        memory_request(SMALL, layout, work, FrameworkProfile(name=name)).peak()
+    assert dict(caught.value.refusal.settings) == {"framework": name, "model_type": "gpt2"}

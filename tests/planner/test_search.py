@@ -241,6 +241,11 @@ def test_a_family_whose_flops_are_not_those_of_its_shape_is_refused(monkeypatch:
         request("mixtral-8x7b")
 
 
+def test_an_mlp_that_a_framework_does_not_have_is_refused() -> None:
+    with pytest.raises(LayoutError, match="--framework nanotron with --model gpt2: .* MLPs without a gate"):
+        request("gpt2", gpus=8, seq_len=512, execution=Execution(framework="nanotron"))
+
+
 def test_a_recipes_step_is_that_of_the_plan() -> None:
     asked = request("gpt2", gpus=8, batch=64, seq_len=512)
     layout, batch = Layout(dp=8, zero_stage=1), Batch(global_batch_size=64, micro_batch_size=2, dp=8)

@@ -56,6 +56,9 @@ def check(setup: TrainingSetup, profile: FrameworkProfile) -> None:
     if shape.family not in CONFIG_SCHEMAS and (shape.experts is None or "routed" not in profile.facts):
         reason = "its profile does not have the layers of this family"
         raise LayoutError.between((framework, ("model_type", shape.family)), reason, "leave it out")
+    if shape.experts is None and not shape.gated and "plain" not in profile.facts["mlp"]:
+        reason = "its profile has no MLPs without a gate"
+        raise LayoutError.between((framework, ("model_type", shape.family)), reason, "choose another framework")
     kinds = profile.facts["attention"]
     if attention not in kinds:
         reason = f"its profile has {', '.join(kinds)}"

@@ -111,6 +111,11 @@ class PlanRequest:
         if not is_read and not has_these_flops(shape, model.parameters, seq_len):
             reason = "the time model knows decoders with attention and an MLP or experts, and its layers have others"
             raise ModelError.of("--model", name, reason, "estimate its memory with dstk memory")
+        execution = fields.get("execution", Execution())
+        if not shape.gated and "plain" not in execution.facts["activation"]:
+            settings = (("--framework", execution.framework), ("--model", name))
+            reason = "its profile has no MLPs without a gate"
+            raise LayoutError.between(settings, reason, "choose another framework")
         model.check_options(name, seq_len=seq_len, imbalance=imbalance)
         recipe = base
         if recipe is None:
