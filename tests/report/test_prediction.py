@@ -124,6 +124,22 @@ def test_a_time_model_that_fails_does_not_fail_the_page(
     assert cells(run)[0] == "–"
 
 
+@pytest.mark.parametrize("error", [ModelError("no such family"), AssertionError("layers"), ZeroDivisionError("zero")])
+def test_an_estimate_that_fails_does_not_fail_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    run = slow_run(tmp_path / "run")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("toolkit.report.prediction.estimate_for_run", fail)
+    found = compare_with_plan(run)
+    assert found.estimated_bytes is None
+    assert found.predicted is not None
+    assert cells(run)[3] == "–"
+
+
 @pytest.mark.parametrize("device", ["Imaginary 7763, 2 cores", "NVIDIA H100 80GB HBM3"])
 def test_measured_constants_are_those_of_the_device_that_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str

@@ -6,6 +6,7 @@ from pathlib import Path
 from toolkit import hardware
 from toolkit.planner.run_memory import estimate_for_run
 from toolkit.report.chart import Chart
+from toolkit.report.prediction import estimated_bytes
 from toolkit.report.recorded_run import RecordedRun, read_runs
 from toolkit.report.run_charts import run_charts
 
@@ -33,7 +34,8 @@ def run_of(folder: Path, *, gpu: hardware.Gpu | None, recipe: str = RECIPE) -> R
 
 
 def memory_chart(*runs: RecordedRun) -> Chart:
-    (chart,) = (chart for chart in run_charts(runs) if chart.name == "memory")
+    estimates = [estimated_bytes(run) for run in runs]
+    (chart,) = (chart for chart in run_charts(runs, estimates) if chart.name == "memory")
     return chart
 
 

@@ -1,8 +1,10 @@
 """A run beside its plan: the step and the memory that are predicted for it, and what it took."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
+from typing import TypeVar
 
 from toolkit.errors import ToolkitError
 from toolkit.planner.calibration.file import stored
@@ -14,6 +16,7 @@ from toolkit.report.recorded_run import RecordedRun
 from toolkit.report.step_bars import StepBar, digits, step_bars
 from toolkit.report.trace_terms import ProfiledSteps
 
+T = TypeVar("T")
 TRACED: Mapping[str, tuple[str, ...]] = {
     "compute": ("compute",),
     "recompute": (),
@@ -127,13 +130,19 @@ class PredictedRun:
 def compare_with_plan(run: RecordedRun) -> PredictedRun:
     """Predict a run that is over or still runs. Never raises: a page about a run does not depend on a model of it."""
     timed = [step.seconds for step in run.timed_steps if step.seconds and not step.skipped]
-    prediction = _predicted(run)
-    predicted, constants = (None, "") if isinstance(prediction, str) else prediction
+    predicted = None
+    constants = ""
+    reason = ""
+    prediction = _unless_it_fails(partial(_predicted, run))
+    if isinstance(prediction, str):
+        reason = prediction
+    else:
+        predicted, constants = prediction
     return PredictedRun(
         label=run.label,
         predicted=predicted,
         constants=constants,
-        reason=prediction if isinstance(prediction, str) else "",
+        reason=reason,
         seconds=median(timed) if timed else None,
         steps=len(timed),
         traced=ProfiledSteps.read(run.folder),
@@ -146,10 +155,19 @@ def estimated_bytes(run: RecordedRun) -> int | None:
     """The estimated peak of PyTorch's allocations on rank 0, which the metrics record; None if unknown."""
     if run.recipe is None or run.layout is None or run.shape is None or run.gpu is None:
         return None
+    batch = partial(run.recipe.resolve_batch, run.layout)
+    estimate = _unless_it_fails(lambda: estimate_for_run(run.recipe, run.layout, batch())[0].allocated)
+    return None if isinstance(estimate, str) else estimate
+
+
+def _unless_it_fails(model: Callable[[], T]) -> T | str:
+    """Return what a model of time or memory gives; the reason where it does not cover the run, or fails."""
     try:
-        return estimate_for_run(run.recipe, run.layout, run.recipe.resolve_batch(run.layout))[0].allocated
-    except ToolkitError:
-        return None  # the estimate does not cover this model or recipe
+        return model()
+    except ToolkitError as error:
+        return error.problems[0].rstrip(".")
+    except Exception as error:
+        return f"the model fails: {error!r}"
 
 
 def cluster_of(run: RecordedRun) -> tuple[Cluster, str] | None:
@@ -164,7 +182,7 @@ def cluster_of(run: RecordedRun) -> tuple[Cluster, str] | None:
 
 
 def _predicted(run: RecordedRun) -> tuple[StepTime, str] | str:
-    """The step and whose constants it has; or why there is none."""
+    """Return the step and the source of its constants; a reason where the time model does not cover the run."""
     if run.recipe is None:
         return "its recipe is not known"
     if run.layout is None:
@@ -176,12 +194,8 @@ def _predicted(run: RecordedRun) -> tuple[StepTime, str] | str:
         return (
             f"{run.device or 'its device'} is not in the catalogue of GPUs, and dstk calibrate did not measure it here"
         )
-    try:
-        return predict(run.recipe, run.layout, run.recipe.resolve_batch(run.layout), known[0]), known[1]
-    except ToolkitError as error:
-        return error.problems[0].rstrip(".")
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        return f"the time model fails: {error!r}"
+    cluster, constants = known
+    return predict(run.recipe, run.layout, run.recipe.resolve_batch(run.layout), cluster), constants
 
 
 def state_difference(comparisons: Sequence[PredictedRun]) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.report.chart import DASHES, Band, Chart, Event, Line, Point, running_mean, stripe
-from toolkit.report.prediction import estimated_bytes
 from toolkit.report.recorded_run import RecordedRun
 from toolkit.step_metrics import StepMetrics
 from toolkit.units import english_list
@@ -46,8 +45,8 @@ def dash(index: int) -> tuple[float, ...]:
     return DASHES[index // len(TONES) % len(DASHES)]
 
 
-def run_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Return all charts that have data."""
+def run_charts(runs: Sequence[RecordedRun], estimates: Sequence[int | None] = ()) -> list[Chart]:
+    """Return all charts that have data. `estimates`: the estimated peak of each run in bytes."""
     by_name = [_by_name(runs, "sources", "source_loss"), _by_name(runs, "validation-sets", "eval_losses")]
     charts = [
         _loss(runs),
@@ -60,7 +59,7 @@ def run_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
         _chart("expert-load", _plain(runs, lambda step: step.expert_load)),
         _throughput(runs),
         _mfu(runs),
-        _memory(runs),
+        _memory(runs, estimates),
     ]
     return [chart for chart in charts if any(value is not None for line in chart.lines for _, value in line.points)]
 
@@ -157,11 +156,11 @@ def _mfu(runs: Sequence[RecordedRun]) -> Chart:
     return _chart("mfu", lines, caption=caption)
 
 
-def _memory(runs: Sequence[RecordedRun]) -> Chart:
+def _memory(runs: Sequence[RecordedRun], estimates: Sequence[int | None]) -> Chart:
     """Plot peak memory, and the estimate of a single run."""
     peak = max((step.memory_bytes or 0 for run in runs for step in run.log.steps), default=0)
     unit, name = (_GIB, "GiB") if peak >= _GIB else (_MIB, "MiB")
-    estimate = estimated_bytes(runs[0]) if len(runs) == 1 else None
+    estimate = estimates[0] if len(estimates) == 1 else None
     steps = [step.step for run in runs for step in run.log.steps]
     level = () if estimate is None else tuple((step, estimate / unit) for step in steps)
     lines = _plain(runs, lambda step: None if step.memory_bytes is None else step.memory_bytes / unit)

@@ -38,8 +38,8 @@ def write_runs(folder: Path, runs: Sequence[RecordedRun], *, command: str) -> Pa
 
 def runs_page(runs: Sequence[RecordedRun], *, command: str) -> str:
     """Render the page as HTML."""
-    charts = run_charts(runs)
     beside = [compare_with_plan(run) for run in runs]
+    charts = run_charts(runs, [one.estimated_bytes for one in beside])
     return render(
         "runs.html",
         title=english_list([run.label for run in runs]) if len(runs) <= 4 else plural(len(runs), "run"),
