@@ -1,7 +1,7 @@
 """Record one kind of pass: a few runs of it of different sizes, and one more that checks what they had in common."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import lcm
 
@@ -19,6 +19,8 @@ from toolkit.recorder.trace import TracedSection
 
 _UNITS = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 """Positions are multiples of one of these: kernels round other sizes up."""
+_Lengths = tuple[int, int, int, int | None]
+"""Three lengths that sizes are fitted to, and one that checks those of a single sample; None where there is none."""
 
 
 def record(rank_pass: RankPass, s: int) -> Recording:
@@ -69,33 +71,47 @@ def _recorded(rank_pass: RankPass, s: int) -> Recording:
 
 
 def _sizes(
-    samples: tuple[int, ...], lengths: tuple[int, int, int], run: Callable[..., list[TracedSection]], unit: int
+    samples: tuple[int, ...], lengths: _Lengths, run: Callable[..., list[TracedSection]], unit: int
 ) -> list[Polynomial] | None:
     """Return the size of every storage, in the order of allocation; None where one is no polynomial."""
+    *fitted, longer = lengths
     fewest = samples[0]
     most = samples[-1]
-    bilinear_points = [(fewest, lengths[0]), (fewest, lengths[2]), (most, lengths[0]), (most, lengths[1])]
-    sizes = _solved([*dict.fromkeys(bilinear_points)], run, unit)
-    if sizes is not None:
-        return sizes
+    if len(samples) > 1:
+        bilinear_points = [(fewest, fitted[0]), (fewest, fitted[2]), (most, fitted[0]), (most, fitted[1])]
+        sizes = _solved(bilinear_points, run, unit)
+        if sizes is not None:  # of at most two terms, which meet all four points
+            return sizes
     # Some sizes have a square of the positions: they need every point, and one more that the solution must meet.
-    sizes = _solved([(count, length) for count in samples for length in lengths], run, unit)
-    check_point = (most + 1, lengths[2]) if most > 1 else bilinear_points[0]
-    if sizes is None or not fits(sizes, allocated(run(check_point), unit), check_point):
+    points = [(count, length) for count in samples for length in fitted]
+    sizes = _solved(points, run, unit)
+    if sizes is None:
         return None
-    return sizes
+    check_point = (most + 1, fitted[2])
+    if len(samples) == 1:
+        if longer is None:
+            return sizes
+        check_point = (fewest, longer)
+    check = run(check_point)
+    _check_same_events(run(points[0]), check)
+    return sizes if fits(sizes, allocated(check, unit), check_point) else None
 
 
 def _solved(points: list[Size], run: Callable[..., list[TracedSection]], unit: int) -> list[Polynomial] | None:
     traces = [run(point) for point in points]
     if not has_same_events(traces[0], traces[1]):
         traces[0] = run(points[0], again=True)  # some models convert a table in their first pass
-    if not all(has_same_events(traces[0], other) for other in traces[1:]):
-        raise ModelError("which operations it runs depends on samples or positions")
+    for other in traces[1:]:
+        _check_same_events(traces[0], other)
     sizes = zip(*(allocated(trace, unit) for trace in traces), strict=True)
     polynomials = [solve(points, values) for values in sizes]
     solved = [polynomial for polynomial in polynomials if polynomial is not None]
     return solved if len(solved) == len(polynomials) else None
+
+
+def _check_same_events(trace: Sequence[TracedSection], other: Sequence[TracedSection]) -> None:
+    if not has_same_events(trace, other):
+        raise ModelError("the operations it runs depend on the batch size or the sequence length")
 
 
 def _span(fake: FakeModel, s: int) -> tuple[int, int | None]:
@@ -108,8 +124,8 @@ def _span(fake: FakeModel, s: int) -> tuple[int, int | None]:
     return (1, fake.window) if s < fake.window else (fake.window, None)
 
 
-def _lengths(fake: FakeModel, span: tuple[int, int | None], ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Yield three lengths inside `span` that the model has positions for, and longer ones where it may have more.
+def _lengths(fake: FakeModel, span: tuple[int, int | None], ranks: int) -> Iterator[_Lengths]:
+    """Yield lengths inside `span` that the model has positions for, and longer ones where it may have more.
 
     Rotary positions have no end, but a model may have masks of fixed sizes, so lengths that it names come first.
     """
@@ -121,8 +137,12 @@ def _lengths(fake: FakeModel, span: tuple[int, int | None], ranks: int) -> Itera
         step = unit * ranks
         first = -(-span[0] // step) * step
         if first + 2 * step <= most:
-            yield first, first + step, first + 2 * step
+            longer = first + 3 * step
+            yield first, first + step, first + 2 * step, longer if longer <= most else None
             if unit < _UNITS[0] and span[1] is None and not fake.has_learned_positions:
-                yield coarse, 2 * coarse, 3 * coarse
+                yield coarse, 2 * coarse, 3 * coarse, 4 * coarse
             return
-    raise ModelError(f"{most} positions are too few")
+    raise ModelError(
+        f"a recording needs three sequence lengths, and the model has only {most} positions. "
+        "Raise max_position_embeddings."
+    )
