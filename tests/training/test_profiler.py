@@ -37,6 +37,17 @@ def test_the_terms_of_a_gpu_are_known_in_closed_form() -> None:
     assert found.seconds == pytest.approx(1e-3)
 
 
+def test_operations_of_gloo_are_of_the_groups_of_their_calls_or_of_none() -> None:
+    calls = [event("group 3", 100, 110), event("group 7", 200, 210), event("group 3", 300, 310)]
+    sent = [event("gloo:all_reduce", at, at + 50) for at in (105, 205, 305)]
+    phase = event("phase forward", 0, 1000)
+    kinds = {"3": "tensor", "7": "data"}
+    found = trace_terms({"traceEvents": [phase, *calls, *sent]}, kinds)
+    assert {name: round(1e6 * s) for name, s in found.communication.items()} == {"tensor": 100, "data": 50}
+    found = trace_terms({"traceEvents": [phase, *calls[1:], *sent]}, kinds)
+    assert {name: round(1e6 * s) for name, s in found.communication.items()} == {"world": 150}
+
+
 Train = Callable[..., str]
 
 
@@ -65,8 +76,10 @@ def test_a_profiled_run_says_what_its_ranks_wait_for(
         assert exchanged - {"world"} == communicates
     traces = sorted((tmp_path / "run/profile").glob("trace-*"))
     assert 0 < len(traces) < 4 or not layout["parallel"].get("tp")
-    names = {one["name"] for one in json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]}
-    assert {"phase backward", "phase update"} <= names or "pp" in layout["parallel"]
+    names = [one["name"] for one in json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]]
+    calls = [name for name in names if name.startswith("group ")]
+    assert len(calls) == len([name for name in names if name.startswith("gloo:")]) > 0
+    assert {"phase backward", "phase update"} <= set(names) or "pp" in layout["parallel"]
     steps = ProfiledSteps.read(tmp_path / "run")
     assert steps is not None
     assert sum(steps.step(0).values()) == pytest.approx(sum(table["seconds"][name][0] for name in TERMS) / 2)

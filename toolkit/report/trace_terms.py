@@ -136,12 +136,18 @@ def _of_gpu(events: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], phase
 
 
 def _of_cpu(events: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], phases: Sequence[Any]) -> IntervalsByTerm:
-    """Operations of a CPU rank, and of the threads in which gloo communicates, in the order of the calls."""
+    """Operations of a CPU rank, and of the threads in which gloo communicates.
+
+    A trace does not name the groups of gloo's operations. They begin in the order of the calls, whose marks do; where
+    there are other numbers of them, which operation a call began is not known, and all count as of the whole world.
+    """
     intervals: IntervalsByTerm = {}
     calls = sorted((e["ts"], e["name"].removeprefix(GROUP)) for e in events if e["name"].startswith(GROUP))
     sent = sorted((e["ts"], e["dur"]) for e in events if e["name"].startswith("gloo:"))
-    for number, (begin, length) in enumerate(sent):
-        group = calls[min(number, len(calls) - 1)][1] if calls else ""
+    groups = [group for _, group in calls]
+    if len(calls) != len(sent):
+        groups = [""] * len(sent)
+    for group, (begin, length) in zip(groups, sent, strict=True):
         intervals.setdefault(kinds.get(group, "world"), []).append((begin, begin + length))
     for event in events:
         # Kernels: what encloses them, such as autograd's functions, may wait for other ranks.

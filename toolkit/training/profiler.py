@@ -37,8 +37,34 @@ from toolkit.report.trace_terms import (
 from toolkit.training.callback import Action, Callback
 from toolkit.training.loop import TrainingRun
 
-_COLLECTIVES = ("allreduce", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast",
-                "reduce", "alltoall", "alltoall_base", "send", "recv", "barrier")  # fmt: skip
+_COLLECTIVES = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "_allgather_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "send",
+    "recv",
+    "recv_anysource",
+    "barrier",
+)
+"""Methods of a process group that torch.distributed calls. Releases of PyTorch have some of them alone: those called
+`_single` are new in 2.13."""
 
 
 class Profiler(Callback):
@@ -199,6 +225,7 @@ def named_collectives() -> Iterator[None]:
 
     with ExitStack() as patches:
         for name in _COLLECTIVES:
-            call = getattr(dist.ProcessGroup, name)
-            patches.enter_context(mock.patch.object(dist.ProcessGroup, name, marked(call)))
+            call = getattr(dist.ProcessGroup, name, None)
+            if call is not None:
+                patches.enter_context(mock.patch.object(dist.ProcessGroup, name, marked(call)))
         yield
