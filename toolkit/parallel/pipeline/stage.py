@@ -252,35 +252,40 @@ class PipelineStage(nn.Module):
 def _together(sums: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both outputs of a stage, such that their gradients run through the stage together.
 
-    DeepSpeed calls `backward` on each output of a stage, which would run through all of its layers for each. So the
-    gradient of the first output waits for that of the hidden state.
+    DeepSpeed's engine calls `backward` on each output of a stage, which would run through all of its layers for each.
+    So the gradient of the first output is held until `backward` is called on the second one, the hidden state.
     """
-    gradients: list[torch.Tensor] = []
-    return _Waits.apply(sums, hidden, gradients), _Releases.apply(hidden, sums, gradients)
+    held: list[torch.Tensor] = []
+    return _HoldGradient.apply(sums, hidden, held), _AddHeldGradient.apply(hidden, sums, held)
 
 
-class _Waits(Function):
+class _HoldGradient(Function):
+    """A copy of the sums. Backward: the gradient goes no further, but into `held`."""
+
     @staticmethod
-    def forward(ctx: FunctionCtx, sums: torch.Tensor, hidden: torch.Tensor, gradients: list[torch.Tensor]) -> Any:
+    def forward(ctx: FunctionCtx, sums: torch.Tensor, hidden: torch.Tensor, held: list[torch.Tensor]) -> Any:
         # Of the hidden state it only takes that a gradient is required, which a stage without routers lacks in `sums`.
-        ctx.gradients = gradients  # type: ignore[attr-defined]
+        ctx.held = held  # type: ignore[attr-defined]
         return sums.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.gradients.append(gradient)
+        ctx.held.append(gradient)
         return None, None, None
 
 
-class _Releases(Function):
+class _AddHeldGradient(Function):
+    """The hidden state. Backward: its gradient, and to the sums the one in `held`."""
+
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: torch.Tensor, sums: torch.Tensor, gradients: list[torch.Tensor]) -> Any:
-        ctx.gradients = gradients  # type: ignore[attr-defined]
+    def forward(ctx: FunctionCtx, hidden: torch.Tensor, sums: torch.Tensor, held: list[torch.Tensor]) -> Any:
+        ctx.held = held  # type: ignore[attr-defined]
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, ctx.gradients.pop(), None
+        assert len(ctx.held) == 1, "backward is called on the sums of the routers before the hidden state"
+        return gradient, ctx.held.pop(), None
 
 
 def _end_with(layer: nn.Module) -> None:
