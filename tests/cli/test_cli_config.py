@@ -11,6 +11,7 @@ import pytest
 import yaml
 from stub_launchers import recorded
 
+from toolkit.cli.config_options import _layout_fields
 from toolkit.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +53,24 @@ def test_the_recipe_can_be_an_option(capsys: Output) -> None:
 def test_flags_alone_say_what_a_recipe_says(capsys: Output) -> None:
     same = ("--lr", "2e-4", "--betas", "0.9", "0.95", "--weight-decay", "0.1")
     assert made(capsys, *FLAGS, *same) == made(capsys, RECIPE, "--world-size", "8")
+
+
+def with_layout(layout: str) -> tuple[str, ...]:
+    return (*FLAGS[:2], "--layout", layout, *FLAGS[4:])
+
+
+def test_flags_alone_take_every_part_of_a_layout(capsys: Output) -> None:
+    assert made(capsys, *with_layout("dp8-z3-offload"))["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert made(capsys, *with_layout("dp8-hpz4-z3"))["zero_optimization"]["zero_hpz_partition_size"] == 4
+    layout = "dp2-pp2-zbvw2-z1"
+    fields = _layout_fields({"layout": layout})  # DeepSpeed's config has no schedule
+    assert fields["parallel.schedule"] == "zb-v"
+    assert fields["parallel.max_pending_weights"] == 2
+
+
+def test_a_flag_goes_before_the_same_part_of_a_layout(capsys: Output) -> None:
+    assert "--micro" in FLAGS
+    assert made(capsys, *with_layout("dp8-z2-m4")) == made(capsys, *with_layout("dp8-z2"))
 
 
 def test_nodes_times_gpus_is_the_world_size(capsys: Output) -> None:

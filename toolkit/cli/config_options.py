@@ -1,7 +1,6 @@
 """The options of `dstk config`, and the ConfigJob that they describe: a recipe with overrides, or options alone."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +14,7 @@ from toolkit.config import load_rounded
 from toolkit.config.field_errors import explain
 from toolkit.config.layout import Layout, Recompute
 from toolkit.config.recipe import OptimizerName, Precision, Recipe, ScheduleName
-from toolkit.config.strategy import strategy_text
+from toolkit.config.strategy import Strategy, strategy_text
 from toolkit.dsconfig import options as extras
 from toolkit.dsconfig.buckets import Buckets, derive, link_of
 from toolkit.dsconfig.build import ConfigJob, shape_of
@@ -134,7 +133,7 @@ def job_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> Conf
     per_node = flags["gpus_per_node"]
     world_size = _world_size(flags["world_size"], nodes, per_node)
     if recipe is None:
-        loaded = _recipe_from_flags(flags, _fields(flags) | _layout_fields(flags))
+        loaded = _recipe_from_flags(flags, _layout_fields(flags) | _fields(flags))
     else:
         all_overrides = (*overrides, *flag_overrides(flags))
         rounds = flags["micro"] is not None and flags["global_batch"] is None
@@ -205,10 +204,9 @@ def _layout_fields(flags: Flags) -> dict[str, Any]:
     """Return the fields that --layout sets where there is no recipe; a missing one is reported later."""
     if flags["layout"] is None:
         return {}
-    layout = Layout.parse(flags["layout"])
-    axes = {name: getattr(layout, name) for name in ("cp", "tp", "pp", "ulysses", "zero_stage")}
-    dp = layout.dp if re.search(r"(^|-)dp", flags["layout"]) else None
-    return {f"parallel.{name}": value for name, value in (axes | {"dp": dp}).items()}
+    strategy = Strategy.parse(flags["layout"])
+    sections = strategy.sections(strategy.dp)
+    return {f"{section}.{name}": value for section, fields in sections.items() for name, value in fields.items()}
 
 
 def _recipe_from_flags(flags: Flags, fields: dict[str, Any]) -> Recipe:
