@@ -171,7 +171,7 @@ def _check_inner(model_type: str) -> None:
 
 
 def _check_ep(model_type: str) -> None:
-    """Two replicas that share out the experts, of one or two tensor-parallel ranks."""
+    """Two replicas that shard the experts, of one or two tensor-parallel ranks."""
     group, replicas = _axes(tp=dist.get_world_size() // 2)
     check_tensor(model_type, group, expert=replicas)
     is_sharded = group.size() > 1

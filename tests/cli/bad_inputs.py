@@ -267,7 +267,7 @@ OVERRIDES = [
     Bad(
         "validate d.yaml model.name_or_path=mixtral-8x7b model.overrides={} "
         "'parallel={ep: 2, zero_stage: 3, offload_params: nvme, nvme_path: .}'",
-        "experts that ep shares out stay in memory",
+        "experts that ep shards stay in memory",
     ),
     Bad(
         "validate d.yaml train.compile=true 'parallel={zero_stage: 3, offload_params: nvme, nvme_path: .}'",
@@ -391,13 +391,13 @@ WEIGHTS = [
     Bad("validate moe.yaml parallel.experts=outer", "one of whole, inner is allowed"),
     Bad("validate d.yaml parallel.dp=2 parallel.ep=2", "the family gpt2 does not support it (it has no experts)"),
     Bad("validate d.yaml parallel.tp=2 parallel.experts=inner", "the family gpt2 does not support it (it has no experts)"),
-    Bad("validate moe.yaml parallel.dp=2 parallel.ep=2 train.engine=ddp parallel.zero_stage=0", "only the engine deepspeed shares out experts"),
-    Bad("validate d.yaml model.float8=rowwise", "products in float8 are for models in bf16"),
+    Bad("validate moe.yaml parallel.dp=2 parallel.ep=2 train.engine=ddp parallel.zero_stage=0", "only the engine deepspeed shards experts"),
+    Bad("validate d.yaml model.float8=rowwise", "float8 is for models in bf16"),
     Bad("validate d.yaml model.kernels=liger", "were tested for exaone4, gemma"),
     Bad("train d.yaml model.kernels=liger model.name_or_path=llama-tiny model.overrides={}", "run on CUDA, and this run is on cpu"),
     Bad("validate d.yaml model.float8=e4m3", "one of rowwise, tensorwise"),
     Bad("validate d.yaml train.compile=true train.engine=reference", "the reference stays plain PyTorch"),
-    Bad("config r.yaml --layout dp4-ep8-z1", "each ep replicas share out the experts"),
+    Bad("config r.yaml --layout dp4-ep8-z1", "groups of ep replicas shard the experts"),
     Bad("train r.yaml --layout dp4-ep2-ep2-z1 --nproc 4", "ep is given twice"),
     Bad("plan --model gpt2 --gpus 8xH100 --layout dp8-ep2-z1 --seq 1024 --global-batch 64", "the family gpt2 does not support it"),
     Bad("validate moe.yaml model.name_or_path=hf parallel.dp=2 parallel.ep=2", "do not use transformers' experts interface", {"hf/config.json": '{"model_type": "dbrx", "vocab_size": 320}'}),

@@ -112,7 +112,7 @@ class Layout:
 
     `dp` counts data-parallel replicas; `tp` Megatron tensor-parallel ranks, `pp` pipeline stages, `cp` and `ulysses`
     ranks that share one sequence. `sequence_parallel` is Megatron's flag that rides on `tp`. `ep` adds no ranks: that
-    many neighbors of the dp x cp ranks with the same parameters share out the experts of a mixture. Nor does
+    many neighbors of the dp x cp ranks with the same parameters shard the experts of a mixture. Nor does
     `cp_ulysses`: that many neighbors of the cp ranks exchange heads for positions.
     """
 
@@ -158,7 +158,7 @@ class Layout:
             (self.sequence_parallel and self.tp == 1, ("sequence_parallel", "tp"),
              "sequence parallelism splits what tp replicates", (("tp", "2 or more"), ("sequence_parallel", False))),
             (not empty and self.replicas % self.ep > 0, ("ep", "dp", "cp") if self.cp > 1 else ("ep", "dp"),
-             "each ep replicas share out the experts", (("ep", f"a divisor of {self.replicas}"), "choose another dp")),
+             "groups of ep replicas shard the experts", (("ep", f"a divisor of {self.replicas}"), "choose another dp")),
             (self.cp > 1 and self.ulysses > 1, ("cp", "ulysses"),
              "one of them splits a sequence; cp_ulysses exchanges heads under cp", (("ulysses", 1), ("cp", 1))),
             (self.cp_ulysses < 1 or self.cp % max(self.cp_ulysses, 1) > 0, ("cp_ulysses", "cp"),
@@ -180,9 +180,9 @@ class Layout:
              "DeepSpeed would silently keep optimizer states in host memory",
              (("zero_stage", 3), ("offload_optimizer", "cpu"))),
             (self.offload_optimizer == "nvme" and self.ep > 1, ("offload_optimizer", "ep"),
-             "experts that ep shares out stay in memory in this version", (("offload_optimizer", "cpu"), ("ep", 1))),
+             "experts that ep shards stay in memory in this version", (("offload_optimizer", "cpu"), ("ep", 1))),
             (self.offload_params == "nvme" and self.ep > 1, ("offload_params", "ep"),
-             "experts that ep shares out stay in memory in this version", (("offload_params", "cpu"), ("ep", 1))),
+             "experts that ep shards stay in memory in this version", (("offload_params", "cpu"), ("ep", 1))),
             (self.hpz < 1 or self.dp % max(self.hpz, 1) > 0, ("hpz", "dp"),
              "its groups are neighboring replicas", (("hpz", f"a divisor of {self.dp}"), "choose another dp")),
             (self.hpz > 1 and self.zero_stage < 3, ("hpz", "zero_stage"),
@@ -263,7 +263,7 @@ class Layout:
         """The layout in which the same ranks compute what the teacher of a distillation says.
 
         Ranks that share each sequence of the student with Ulysses have sequences of their own: without gradients these
-        fit. Those that share out the experts of a student are replicas of a teacher without experts.
+        fit. Those that shard the experts of a student are replicas of a teacher without experts.
         """
         return replace(
             self,
@@ -344,7 +344,7 @@ class Layout:
     ) -> list[list[int]]:
         """Every group of ranks that differ in one axis alone, in the order of their first ranks.
 
-        `expert`: each ep neighbors along data, which share out the experts; `expert_data`: those with the same experts.
+        `expert`: each ep neighbors along data, which shard the experts; `expert_data`: those with the same experts.
         `context`: each cp neighbors along data, which share sequences. `stage`: those of a pipeline stage, which differ
         in data and model.
         """

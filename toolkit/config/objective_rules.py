@@ -102,7 +102,7 @@ def _reference(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _other_model(recipe: Recipe, field: str, name: str, instead: Setting) -> Iterator[Refusal]:
-    """Refuse a model that is neither a directory nor a name on the hub, or that weights in 4 bits cannot become."""
+    """Refuse a model that is neither a directory nor a name on the hub, or that 4-bit weights cannot become."""
     if is_url(name):
         yield Refusal.of(field, name, "models are read from directories", "copy it to one", instead)
     elif "/" not in name and not expanded(name).is_dir():

@@ -28,7 +28,7 @@ _ATTENTION = "model.attn_implementation"
 _ROTARY_BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the largest position that a rank sees."""
 _DEEPSPEED_ONLY = {
-    "ep": (1, "shares out experts"),
+    "ep": (1, "shards experts"),
     "experts": ("whole", "parallelizes a model"),
     "cp": (1, "splits sequences"),
     "tp": (1, "parallelizes a model"),
@@ -116,7 +116,7 @@ def _moments_of_copies(recipe: Recipe, shape: ModelShape | None) -> Iterator[Ref
 
 
 def _experts(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Refuse experts that ranks cannot share out, where no more is known of a model than its config."""
+    """Refuse experts that ranks cannot shard, where no more is known of a model than its config."""
     section = recipe.parallel
     count = expert_count(config)
     ranks = section.ep if section.experts == "inner" else section.ep * section.tp
@@ -131,7 +131,9 @@ def _stages(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Refusal]:
     section = recipe.parallel
     fields = {**text_config(config), **recipe.model.overrides}
     layers = next((fields[name] for name in SPELLINGS["layers"] if name in fields), None)
-    misfit = pipeline_misfit(layers, pp=section.pp, chunks=section.chunks) if isinstance(layers, int) else None
+    if section.pp == 1 or not isinstance(layers, int):
+        return
+    misfit = pipeline_misfit(layers, pp=section.pp, chunks=section.chunks)
     if misfit is not None:
         yield recipe.conflict(_PIPELINE, _MODEL, reason=misfit.reason, remedy=((_PIPELINE, misfit.allowed),))
 
@@ -308,8 +310,8 @@ def _schedule_settings(recipe: Recipe) -> Iterator[Refusal]:
         ("parallel.auto", False, "a plan chooses the schedule itself where that is auto"),
         ("parallel.offload_activations", False, "activations are fetched in the order of DeepSpeed's own instructions"),
         ("parallel.tiled_mlp", False, "MLPs in tiles were not tested with it"),
-        ("model.float8", None, "products in float8 were not tested with it"),
-        ("model.load_in_4bit", False, "weights in 4 bits were not tested with it"),
+        ("model.float8", None, "float8 was not tested with it"),
+        ("model.load_in_4bit", False, "4-bit weights were not tested with it"),
         ("model.kernels", "torch", "Liger's kernels were not tested with it"),
     ):
         if recipe.value_of(condition) != value:
@@ -319,7 +321,7 @@ def _schedule_settings(recipe: Recipe) -> Iterator[Refusal]:
         remedy = ((field, "interleaved, 1f1b or gpipe"), ("train.compile", False))
         yield recipe.conflict(field, "train.compile", reason=reason, remedy=remedy)
     unshown = {
-        "adamw8bit": "its moments of 8 bits amplify rounding, and it was not shown to train the same",
+        "adamw8bit": "its 8-bit moments amplify rounding, and it was not shown to train the same",
         "lion": "it takes the sign of its update, which rounding turns where that is near 0",
     }
     if recipe.optimizer.name in unshown:
@@ -373,13 +375,13 @@ def _activation_settings(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _float8(recipe: Recipe) -> Iterator[Refusal]:
-    """Refuse products in float8 where their scales would be computed from a part of a matrix or of a micro-batch."""
+    """Refuse float8 where its scales would be computed from a part of a matrix or of a micro-batch."""
     field = "model.float8"
     if recipe.model.float8 is None:
         return
     own_scales = "a rank would scale its part of a matrix or of a sequence by itself"
     for condition, off, reason in (
-        ("precision", "bf16", "products in float8 are for models in bf16"),
+        ("precision", "bf16", "float8 is for models in bf16"),
         ("train.engine", "deepspeed", "only the engine deepspeed was tested with it"),
         ("parallel.tp", 1, own_scales),
         ("parallel.ulysses", 1, own_scales),
@@ -402,8 +404,8 @@ def _liger(recipe: Recipe) -> Iterator[Refusal]:
     for condition, off, reason in (
         ("train.engine", "deepspeed", "only the engine deepspeed was tested with Liger's kernels"),
         ("train.compile", False, "torch.compile was not tested around Liger's kernels"),
-        ("model.float8", None, "products in float8 were not tested beside Liger's kernels"),
-        ("model.load_in_4bit", False, "weights in 4 bits were not tested beside Liger's kernels"),
+        ("model.float8", None, "float8 was not tested beside Liger's kernels"),
+        ("model.load_in_4bit", False, "4-bit weights were not tested beside Liger's kernels"),
     ):
         if recipe.value_of(condition) != off:
             yield recipe.conflict(field, condition, reason=reason, remedy=((condition, off), (field, "torch")))
@@ -460,7 +462,7 @@ def _blocks_settings(recipe: Recipe) -> Iterator[Refusal]:
         return
     for field, allowed, reason in (
         ("model.kernels", "torch", "Liger's kernels were not tested beside it"),
-        ("model.load_in_4bit", False, "weights in 4 bits were not tested beside it"),
+        ("model.load_in_4bit", False, "4-bit weights were not tested beside it"),
         ("train.compile", False, "its attention was not tested in compiled layers"),
     ):
         if recipe.value_of(field) != allowed:

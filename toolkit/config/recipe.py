@@ -120,7 +120,8 @@ class ModelSection(Section):
 
 
 class ParallelSection(Section):
-    """The layout of the computation over ranks, which never changes what is computed."""
+    """The layout of the computation over ranks. It changes the rounding of what is computed, and in a few cases more
+    (docs/recipes.md names them)."""
 
     auto: bool = False
     """Plan at launch, for the GPUs or CPU ranks that are there, what is not given of this section, and
@@ -128,7 +129,7 @@ class ParallelSection(Section):
     dp: PositiveInt | None = None
     """Data-parallel replicas; the default follows from the number of ranks."""
     ep: PositiveInt = 1
-    """Expert-parallel ranks: so many neighboring replicas share out the experts of a mixture. A divisor of dp x cp."""
+    """Expert-parallel ranks: so many neighboring replicas shard the experts of a mixture. A divisor of dp x cp."""
     experts: ExpertSharding = "whole"
     """How tp shards the experts of a mixture: `whole` ones to each rank, or the `inner` dimension of every expert."""
     cp: PositiveInt = 1
@@ -301,8 +302,8 @@ class TrainSection(Section):
     engine: EngineName = "deepspeed"
     """`deepspeed`; `reference` is plain PyTorch in one process; `ddp` and `fsdp` are PyTorch's, through accelerate."""
     compile: bool = False
-    """Compile each decoder layer with torch.compile, in every layout; equal layers share the compiled code. Experts
-    that ranks share out run as without (docs/engines.md)."""
+    """Compile each decoder layer with torch.compile; equal layers share the compiled code. Not with `cp`, attention in
+    `blocks`, `zb-h1`, `zb-v`, `tiled_mlp`, `offload_activations`, parameters on NVMe and Liger's kernels."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """Reaction to a loss or gradient that is not finite, which never reaches the weights: `stop` the run with a
     checkpoint, `skip` the step, or `rollback` to the last checkpoint and continue with later samples."""
@@ -367,7 +368,8 @@ class Recipe(Section):
     data: DataSection
     """The text, how it becomes tokens, and how tokens become samples."""
     parallel: ParallelSection = ParallelSection.model_construct()
-    """The layout of the computation over ranks, which never changes what is computed."""
+    """The layout of the computation over ranks. It changes the rounding of what is computed, and in a few cases more
+    (docs/recipes.md names them)."""
     batch: BatchSection
     """Samples of a step and of a micro-batch."""
     precision: Precision = "fp32"

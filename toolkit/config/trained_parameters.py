@@ -32,7 +32,7 @@ def _four_bit_conflicts(recipe: Recipe) -> Iterator[Refusal]:
     field = "model.load_in_4bit"
     lora = recipe.model.lora
     if lora is None:
-        reason = "weights in 4 bits cannot train: adapters do"
+        reason = "4-bit weights cannot train: adapters do"
         yield recipe.conflict(field, "model.lora", reason=reason, remedy=(("model.lora", "{r: 16}"),))
     elif lora.dora:
         reason = "DoRA's norms need weights that are not packed"

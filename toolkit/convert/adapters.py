@@ -62,7 +62,7 @@ def base_of(folder: Path) -> Path:
 def check_peft(purpose: str) -> None:
     """Raise RunError where peft is not installed, which `purpose` needs."""
     if find_spec("peft") is None:
-        install = "pip install 'deepspeed-megatron-toolkit[lora]'"
+        install = "pip install '.[lora]'"
         raise RunError(f"peft is not installed, which {purpose} needs. Install it: {install}.")
 
 

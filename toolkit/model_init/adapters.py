@@ -201,7 +201,7 @@ def inject(model: nn.Module, section: LoraSection) -> Any:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         reason = "peft is not installed"
-        advice = "install it: pip install 'deepspeed-megatron-toolkit[lora]'"
+        advice = "install it: pip install '.[lora]'"
         raise RunError(Refusal(field="model.lora", settings=("model.lora",), reason=reason, remedy=(advice,))) from None
     targets = section.targets
     if targets != (ALL_LINEAR,):

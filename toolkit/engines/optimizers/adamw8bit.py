@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits, by bitsandbytes: its states read and written as the fp32 moments that they stand for.
+"""AdamW with 8-bit moments, by bitsandbytes: its states read and written as the fp32 moments that they stand for.
 
 bitsandbytes divides each tensor that is updated, a parameter or ZeRO's flat partition of many, into blocks of 256
 elements. An element is a code, whose value is in a table from -1 to 1, times the largest magnitude of its block.
@@ -140,7 +140,7 @@ def _encode(state: Mapping[str, Any], kind: str, values: torch.Tensor) -> None:
 
 
 def round_again(optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
-    """Round all moments of 8 bits once more, in blocks whose scales are 1 to 2 times larger, drawn at random.
+    """Round all 8-bit moments once more, in blocks whose scales are 1 to 2 times larger, drawn at random.
 
     Another layout cuts the blocks elsewhere, so that an element has other neighbors, another scale, and another value
     next to its own to be rounded to.

@@ -69,6 +69,6 @@ def flip_undecided_signs(optimizer: torch.optim.Optimizer, *, seed: int) -> None
 
 
 def round_moments_differently(optimizer: torch.optim.Optimizer, *, seed: int) -> None:
-    """Round moments of 8 bits once more before each update, as in the blocks of another layout."""
+    """Round 8-bit moments once more before each update, as in the blocks of another layout."""
     generator = torch.Generator().manual_seed(seed)
     optimizer.register_step_pre_hook(lambda optimizer, arguments, keywords: round_again(optimizer, generator))
