@@ -71,6 +71,25 @@ def test_every_rank_gathers_the_full_model(
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_parameter_of_another_dtype_keeps_it(make_recipe: Make, ranks: Ranks, layout: str) -> None:
+    """As a router in fp32 in a model in bf16."""
+
+    def gathered_with_a_wide_one(recipe: Recipe) -> Named:
+        model, partition = partitioned_model(recipe)
+        for parameter in model.parameters():
+            if shard_of(parameter).name.endswith("h.1.mlp.c_fc.weight"):
+                parameter.data = parameter.detach().double() + 1e-12
+        found = gather_parameters(partition.names, model.parameters(), partition.groups)
+        return [(name, value.clone()) for name, value in found]
+
+    expected = full_model(recipe_of(make_recipe, "gpt2-untied"))
+    for found in nonempty(ranks(gathered_with_a_wide_one, 2, recipe_of(make_recipe, "gpt2-untied", layout))):
+        for (name, value), (_, whole) in zip(found, expected, strict=True):
+            is_wide = name.endswith("h.1.mlp.c_fc.weight")
+            assert torch.equal(value, whole.double() + 1e-12 if is_wide else whole), name
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_the_ranks_hold_different_shards(make_recipe: Make, ranks: Ranks, layout: str) -> None:
     def numbers(recipe: Recipe) -> int:
         return sum(parameter.numel() for parameter in partitioned_model(recipe)[0].parameters())

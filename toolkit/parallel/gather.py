@@ -1,6 +1,6 @@
 """Gather full parameters from the shards of all ranks, one at a time, under Hugging Face names."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,6 +12,9 @@ from toolkit.parallel.shard import Shard, shard_of
 
 Names = Sequence[tuple[str, torch.Size]]
 """Every parameter of the full model with its shape, in model order, tied ones once."""
+
+_DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
+"""All dtypes, in an order that is the same on every rank: ranks send each other their numbers."""
 
 Opened = Callable[[list[nn.Parameter]], AbstractContextManager[object]]
 """A context in which these local parameters are readable."""
@@ -35,17 +38,18 @@ def gather_parameters(
     """Yield (name, full value) on every rank, in the order of `names`. A collective call; one value at a time.
 
     `opened`: what ZeRO-3 needs to read parameters. `values`: what to gather of a parameter,
-    its value or a tensor of its shape such as its gradient; None gathers as zeros. `dtype`: of the result, if not the
-    parameters' own. `shard`: what a rank has of that tensor.
+    its value or a tensor of its shape such as its gradient; None gathers as zeros. `dtype`: of all results, if not the
+    parameter's own. `shard`: what a rank has of that tensor.
     """
     local: dict[str, list[nn.Parameter]] = {}
     every = list(parameters)
-    like = every[0].new_empty(0, dtype=dtype or every[0].dtype)
     for parameter in every:
         local.setdefault(shard_of(parameter).name, []).append(parameter)
-    stages = _first_stage_with([name for name, _ in names], local, groups, every[0].device)
-    for (name, shape), stage in zip(names, stages, strict=True):
+    dtypes = {name: here[0].dtype for name, here in local.items()}
+    holders = _holders([name for name, _ in names], dtypes, groups, every[0].device)
+    for (name, shape), (stage, own_dtype) in zip(names, holders, strict=True):
         here = local.get(name, [])
+        like = every[0].new_empty(0, dtype=dtype or own_dtype)
         with opened(here):
             whole = None
             if groups.coordinate.pipe == stage:
@@ -59,8 +63,9 @@ def gather_buffers(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, value) of the buffers of all stages, on every rank. `names`: each with a tensor like it."""
     device = next(iter(buffers.values())).device if buffers else transfer_device(groups.pipe)
-    stages = _first_stage_with([name for name, _ in names], buffers, groups, device)
-    for (name, like), stage in zip(names, stages, strict=True):
+    dtypes = {name: buffer.dtype for name, buffer in buffers.items()}
+    holders = _holders([name for name, _ in names], dtypes, groups, device)
+    for (name, like), (stage, _) in zip(names, holders, strict=True):
         held = buffers[name].clone() if groups.coordinate.pipe == stage else None
         yield name, _from_stage(held, stage, like.shape, groups, torch.empty(0, dtype=like.dtype, device=device))
 
@@ -81,15 +86,21 @@ def _over_tensor_ranks(
     return whole
 
 
-def _first_stage_with(
-    names: Sequence[str], local: Container[str], groups: ParallelGroups, device: torch.device
-) -> list[int]:
+def _holders(
+    names: Sequence[str], local: Mapping[str, torch.dtype], groups: ParallelGroups, device: torch.device
+) -> list[tuple[int, torch.dtype]]:
+    """Return the first stage that has each name, and the dtype that it has there. `local`: the names of this stage."""
     if groups.layout.pp == 1:
-        return [0] * len(names)
-    here = [groups.coordinate.pipe if name in local else groups.layout.pp for name in names]
-    first = torch.tensor(here, device=device)
+        return [(0, local[name]) for name in names]
+    # One number for both, whose minimum over the stages is that of the first stage.
+    nobody = groups.layout.pp * len(_DTYPES)
+    numbers = [nobody] * len(names)
+    for place, name in enumerate(names):
+        if name in local:
+            numbers[place] = groups.coordinate.pipe * len(_DTYPES) + _DTYPES.index(local[name])
+    first = torch.tensor(numbers, device=device)
     dist.all_reduce(first, op=dist.ReduceOp.MIN, group=groups.pipe)
-    return [int(stage) for stage in first.tolist()]
+    return [(number // len(_DTYPES), _DTYPES[number % len(_DTYPES)]) for number in first.tolist()]
 
 
 def _from_stage(
