@@ -43,7 +43,7 @@ Found by compositions so far, and fixed, each with a test of its own:
   DeepSpeed, which gives them zeros as gradients, and not in one process, with DDP or with FSDP. All give zeros now.
 - DDP waited for the gradients of such parameters, and FSDP could not shard families that name other modules than their
   decoder layers as indivisible.
-- Muon updated adapters as AdamW does where ZeRO-3 replicas share out experts beside them.
+- Muon updated adapters as AdamW does where ZeRO-3 replicas shard experts beside them.
 - Laguna could not be sharded by `tp`: its layers have other numbers of heads than its config's one number.
 - A stage's second backward pass, for sums over routers, failed under sequence parallelism where parameters have no part
   in it.
@@ -61,6 +61,10 @@ Found by compositions so far, and fixed, each with a test of its own:
 - LoRA with tiled MLPs under ZeRO-3: the first layer's input has no gradient, and DeepSpeed released its MLP too early.
 - GIT in a pipeline with recomputation: transformers has the output of embeddings require a gradient, to which it adds
   in place.
+- Context parallelism under ZeRO-0 in bf16 failed: rotary embeddings leave queries in fp32 beside values in bf16.
+- `dstk compare` refused recipes with a ring exchange, because its baseline has no ranks to exchange with.
+- More stages than layers were refused only when the model was built, where ranks have several stages each, and for
+  mixtures.
 - False alarm: a layout in fp16 skipped its first update, because each of two replicas has twice the gradient of one
   process, and the loss scale was as high as fp16 could bear. Compared runs begin with a lower one, 256 since OLMo 3
   overflowed at 4,096.
