@@ -64,7 +64,7 @@ def test_over_nccl_a_stage_without_buffers_takes_part_on_its_gpu(monkeypatch: py
     asked = []
     monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(gather, "_first_stage_with", lambda names, local, groups, device: asked.append(device) or [])
+    monkeypatch.setattr(gather, "_holders", lambda names, local, groups, device: asked.append(device) or [])
     groups: Any = SimpleNamespace(pipe=None, layout=SimpleNamespace(pp=2))
     list(gather.gather_buffers([], {}, groups))
     assert asked == [torch.device("cuda", 3)]
