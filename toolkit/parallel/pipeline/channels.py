@@ -4,8 +4,9 @@ A channel delivers messages in the order in which the sender's schedule produces
 the next message is received while the rank computes, and a rank waits only where it needs what has not arrived. The two
 directions have process groups of their own: with two ranks and several chunks, activations and gradients go both ways.
 
-What was sent is let go of when a message arrives that its receiver sent after it had taken it, which follows from the
-schedule: gloo says of no message that it has arrived before the sender waits for it.
+A sent tensor is released when a later message from the same peer shows that the peer has received it; the schedule
+tells which message that is. Polling does not suffice: under gloo `Work.is_completed()` stays false until the sender
+calls `wait()`.
 
 The first message of a stage's activations is preceded by their shapes; its gradients have the same ones.
 """
@@ -24,8 +25,11 @@ Format = list[tuple[torch.Size, torch.dtype]]
 """Shape and dtype of each tensor of a message."""
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
-_HEADER = 64
-"""Numbers of a message about shapes: of three tensors with up to 20 dimensions."""
+_MOST_TENSORS = 3
+"""The hidden state, position ids, and the sums of routers."""
+_MOST_DIMS = 19
+_HEADER = 1 + _MOST_TENSORS * (2 + _MOST_DIMS)
+"""Numbers of a message about shapes: how many tensors, and the dtype, the number of dims and the dims of each."""
 
 
 @dataclass(kw_only=True)
@@ -76,7 +80,7 @@ class Channels:
             self._routes |= dict.fromkeys(channel.expected, channel)
         for channel in self._from.values():
             self._routes |= dict.fromkeys(channel.expected, channel)
-            self._ask_ahead(channel)
+            self._post_next_receive(channel)
 
     def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Send a message and go on."""
@@ -102,8 +106,8 @@ class Channels:
                 header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
                 dist.recv(header, channel.peer, group=channel.group)
                 self._formats[message.boundary] = list(_decoded(header.tolist()))
-            self._ask(channel)
-        self._ask_ahead(channel)
+            self._post_receive(channel)
+        self._post_next_receive(channel)
         arrived = channel.arriving.pop(message)
         for work, _ in arrived:
             work.wait()
@@ -132,12 +136,12 @@ class Channels:
         _wait_for(entry for entry in opposite.leaving if entry[0] <= taken)
         opposite.leaving = [entry for entry in opposite.leaving if entry[0] > taken]
 
-    def _ask_ahead(self, channel: _Channel) -> None:
+    def _post_next_receive(self, channel: _Channel) -> None:
         """Begin to receive the next message, unless its shapes are still to come."""
         if channel.place < len(channel.expected) and channel.expected[channel.place].boundary in self._formats:
-            self._ask(channel)
+            self._post_receive(channel)
 
-    def _ask(self, channel: _Channel) -> None:
+    def _post_receive(self, channel: _Channel) -> None:
         message = channel.expected[channel.place]
         channel.place += 1
         arriving = []
@@ -160,6 +164,7 @@ def _encoded(made: Format) -> list[int]:
     numbers = [len(made)]
     for shape, dtype in made:
         numbers += [_DTYPES.index(dtype), len(shape), *shape]
+    assert len(numbers) <= _HEADER, "a message about shapes has one length"
     return numbers + [0] * (_HEADER - len(numbers))
 
 

@@ -26,16 +26,16 @@ def message_text(message: Message) -> str:
 def messages_named(recorder: CollectiveRecorder) -> Iterator[None]:
     """Let `recorder` see inside how the messages of pipeline channels are called, and where this rank waits."""
     send = Channels.send
-    ask = Channels._ask
+    post_receive = Channels._post_receive
     receive = Channels.receive
 
     def sending(channels: Channels, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         with recorder.carrying(message_text(message)):
             send(channels, message, tensors)
 
-    def asking(channels: Channels, channel: Any) -> None:
+    def posting_receive(channels: Channels, channel: Any) -> None:
         with recorder.carrying(message_text(channel.expected[channel.place])):
-            ask(channels, channel)
+            post_receive(channels, channel)
 
     def receiving(channels: Channels, message: Message) -> list[torch.Tensor]:
         peer = channels._routes[message].peer
@@ -46,7 +46,7 @@ def messages_named(recorder: CollectiveRecorder) -> Iterator[None]:
 
     with (
         mock.patch.object(Channels, "send", sending),
-        mock.patch.object(Channels, "_ask", asking),
+        mock.patch.object(Channels, "_post_receive", posting_receive),
         mock.patch.object(Channels, "receive", receiving),
     ):
         yield
