@@ -81,8 +81,9 @@ def command(
     (CSV or TSV), or JSON lines with step and loss.
 
     \b
-    Strategies are parts joined by -: dp2 tp2 pp2 u2 (Ulysses) z0 z1 z2 z3, sp, recompute, every2, selective,
-    offload, nvme, hpz2 (ZeRO++), m4 (micro-batches of 4), and the engines ddp, fsdp and reference. After trainer: stand
+    Strategies are parts joined by -: dp2 ep2 cp2 tp2 pp2 u2 (Ulysses) z0 z1 z2 z3; the pipeline schedules pp2x2
+    (interleaved), gpipe, zbh1, zbv; sp, inner, recompute, every2, selective, offload, nvme, offacts, tiled, hpz2
+    (ZeRO++), m4 (micro-batches of 4); and the engines ddp, fsdp and reference. After trainer: stand
     those of Hugging Face's Trainer: trainer:ddp, trainer:fsdp2, trainer:tp2, trainer:fsdp2-tp2, trainer:ep2.
     """
     from toolkit.report.comparison_table import print_comparison

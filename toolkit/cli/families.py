@@ -15,7 +15,7 @@ from toolkit.units import plural
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @json_option("Print JSON.")
 def command(names: tuple[str, ...], as_json: bool) -> None:
-    """Print which families of Hugging Face causal LMs are supported for pipeline and tensor parallelism.
+    """Print which families of Hugging Face causal LMs are supported for which kinds of parallelism.
 
     The column sequence is for sequence parallelism on top of tensor parallelism, cp for context parallelism, ulysses
     for DeepSpeed-Ulysses. Of mixtures of experts, ep is for expert parallelism, and inner for tensor parallelism with a
