@@ -5,13 +5,13 @@ from itertools import pairwise
 
 from toolkit.config.layout import Layout
 from toolkit.config.recipe import OptimizerName
+from toolkit.estimate.profile_stages import stage_bounds
 from toolkit.estimate.training_setup import TrainingSetup
 from toolkit.models.shape import ModelShape
 from toolkit.models.weights import held_layer_parameters, routed_parameters
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.execution import Execution
 from toolkit.planner.layer_time import RankWork
-from toolkit.planner.stages import stage_bounds
 from toolkit.planner.trained import Trained
 
 
