@@ -242,7 +242,7 @@ def test_a_family_whose_flops_are_not_those_of_its_shape_is_refused(monkeypatch:
 
 
 def test_an_mlp_that_a_framework_does_not_have_is_refused() -> None:
-    with pytest.raises(LayoutError, match="--framework nanotron with --model gpt2: .* MLPs without a gate"):
+    with pytest.raises(LayoutError, match=r"--framework nanotron with --model gpt2: .* MLPs without a gate"):
         request("gpt2", gpus=8, seq_len=512, execution=Execution(framework="nanotron"))
 
 

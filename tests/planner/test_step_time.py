@@ -10,7 +10,10 @@ from toolkit.config.layout import Layout, Recompute
 from toolkit.config.pipeline_schedules import schedule_of
 from toolkit.config.simulate_schedule import ScheduleCosts, simulate
 from toolkit.estimate.flops import train_flops_per_token
+from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.model_facts import ModelFacts
+from toolkit.estimate.profile_memory import stage_layers
+from toolkit.estimate.profile_stages import stage_bounds
 from toolkit.estimate.recorded.recording import config_text
 from toolkit.estimate.recorded.recordings import parameters
 from toolkit.estimate.trainable import Trainable
@@ -24,7 +27,6 @@ from toolkit.planner.data_parallel_time import data_seconds
 from toolkit.planner.execution import Execution, profiles
 from toolkit.planner.kernels import matmul_seconds
 from toolkit.planner.layer_time import RankWork, attention_products, mlp_products
-from toolkit.planner.stages import stage_bounds
 from toolkit.planner.step_request import StepRequest
 from toolkit.planner.step_time import StepTime, predict_step
 from toolkit.planner.trained import Trained
@@ -279,6 +281,18 @@ def test_stages_begin_where_the_frameworks_cut_them(rule: str, bounds: tuple[int
     config = {"model_type": "llama", "vocab_size": 131072, "hidden_size": 2048, "num_attention_heads": 32,
               "num_hidden_layers": 16, "intermediate_size": 8192}  # fmt: skip
     assert stage_bounds(ModelShape.from_config(config), 4, rule) == bounds  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["megatron", "megatron-2021", "nanotron", "aleph-alpha-scaling", "automodel"])
+@pytest.mark.parametrize("layers", [16, 30, 32])
+def test_time_and_memory_cut_a_frameworks_stages_alike(name: str, layers: int) -> None:
+    config = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 1024, "num_attention_heads": 8,
+              "num_hidden_layers": layers, "intermediate_size": 4096}  # fmt: skip
+    model = ModelFacts.from_config(config)
+    one = step_request(model.shape, Layout(pp=8), micro_batch_size=1, accumulation=8, seq_len=4096, cluster=CLUSTER)
+    stages = changed(one, execution=Execution(framework=name)).stages
+    in_memory = stage_layers(FrameworkProfile(name=name), model, 8)
+    assert stages == [len(own_layers) for own_layers in in_memory]
 
 
 def test_tied_embeddings_are_summed_over_the_first_and_the_last_stage() -> None:

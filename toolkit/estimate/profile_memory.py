@@ -17,6 +17,7 @@ from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.overhead import beside, is_hopper, workspace_bytes
 from toolkit.estimate.parameters import ModelParameters
+from toolkit.estimate.profile_stages import stage_bounds
 from toolkit.estimate.rank_parameters import RankParameters
 from toolkit.estimate.states import ModelStates
 from toolkit.estimate.training_setup import TrainingSetup
@@ -82,26 +83,9 @@ def check(setup: TrainingSetup, profile: FrameworkProfile) -> None:
 
 
 def stage_layers(profile: FrameworkProfile, model: ModelFacts, stages: int) -> list[range]:
-    """Layers of each stage: units in equal numbers, earlier stages have one more; nanotron counts the head's cost.
-
-    The fact `ends` says how many units embedding and head are.
-    """
-    shape = model.shape
-    before, after = profile.facts["ends"]
-    if profile.facts.get("balance") != "head":
-        share, more = divmod(shape.layers + before + after, stages)
-        starts = [stage * share + min(stage, more) for stage in range(stages + 1)]
-        edges = [min(max(0, start - before), shape.layers) for start in starts]
-        return [range(*edge) for edge in pairwise(edges)]
-    layer = model.parameters.layer_numels[0]
-    head = shape.vocab * shape.hidden
-    edges = [0]
-    total = shape.layers * layer + head
-    for done in range(1, shape.layers + 1):
-        if done * layer * stages >= total * len(edges):
-            edges.append(done)
-    edges = (edges + [shape.layers] * stages)[:stages]
-    return [range(*edge) for edge in pairwise([*edges, shape.layers])]
+    """Layers of each stage, by the framework's rule."""
+    bounds = stage_bounds(model.shape, stages, profile.facts["stages"])
+    return [range(start, stop) for start, stop in pairwise(bounds)]
 
 
 def activations(setup: TrainingSetup, profile: FrameworkProfile, stage: int, layers: int) -> ProfileActivations:
