@@ -118,7 +118,7 @@ def decoder_layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         if len(module) in counts and not any(name.startswith(f"{parent}.") for parent, _ in lists)
     ]
     if not outer:
-        raise UnsupportedPipelineError(model.config.model_type, "it has not one list of decoder layers")
+        raise UnsupportedPipelineError(model.config.model_type, "it has no list of decoder layers")
     if len(outer) > 1:
         decoder = set(model.get_decoder().modules())
         outer.sort(key=lambda entry: entry[1] not in decoder)
@@ -174,7 +174,7 @@ class _Record:
             raise UnsupportedPipelineError(family, f"layer {self.side_input} receives more than the hidden state")
         lengths = {len(result) if isinstance(result, tuple | list) else None for _, _, result in self.calls}
         if len(lengths) > 1:
-            raise UnsupportedPipelineError(family, "its layers return different things")
+            raise UnsupportedPipelineError(family, "some of its layers return a tensor and others tuples, or tuples of different lengths")
         self.tuple_length = lengths.pop()
         for (_, _, result), (index, hidden, _) in zip(self.calls, self.calls[1:], strict=False):
             if (result[0] if isinstance(result, tuple | list) else result) is not hidden:

@@ -1,4 +1,5 @@
-"""Whether rows hold several documents, told to transformers by who knows it: without this, a GPU is asked.
+"""Tells transformers whether rows hold several packed documents, so that it does not read that from the GPU in every
+forward pass.
 
 transformers masks other documents where position ids restart inside a row. Whether some do decides which mask a model
 makes, so transformers 5.23 reads the answer from the device in every forward pass (transformers/masking_utils.py

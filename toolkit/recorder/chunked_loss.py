@@ -1,4 +1,5 @@
-"""A loss over chunks of tokens: logits are never whole, as in Liger's fused linear cross-entropy.
+"""The chunked loss of other frameworks, as the recorder allocates it; the toolkit's own is counted in
+estimate/recorded/chunked_head.py.
 
 The forward pass makes a chunk's logits, puts their gradient in the same memory, and from it the gradients of the hidden
 states and of the head's weight, which it keeps for the backward pass (Liger-Kernel, ops/fused_linear_cross_entropy.py).

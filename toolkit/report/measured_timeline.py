@@ -47,7 +47,8 @@ def timelines_of(recorded: RecordedRun) -> tuple[Timeline, Timeline]:
     for rank, order in enumerate(schedule.orders):
         passes = _passes(run, layout.rank(pipe=rank), len(order))
         if [operation for operation, _, _ in passes] != list(order):
-            reason = f"rank {layout.rank(pipe=rank)} ran other passes than those of {kind}, or in another order"
+            number = layout.rank(pipe=rank)
+            reason = f"rank {number} ran passes that differ from the schedule {kind}, or in a different order"
             raise ReportError.of("--run", str(run), reason, "report it as a bug")
         starts.append([start for _, start, _ in passes])
         ends.append([end for _, _, end in passes])

@@ -331,5 +331,5 @@ def _problem(job: Job, steps: Mapping[RankKind, RankStep]) -> str:
     first, *others = steps
     for other in others:
         if steps[other].saved != steps[first].saved:
-            return f"{first.name} and {other.name} would save other tensors"
+            return f"{first.name} and {other.name} would save different tensors"
     return ""
