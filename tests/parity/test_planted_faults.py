@@ -319,13 +319,13 @@ class TestSlices:
 
 class TestVocabulary:
     def test_padding_that_takes_part_in_the_softmax(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-        compute = chunked_loss._losses_and_slopes
+        compute = chunked_loss._losses_and_grad_logits
 
         def with_padding(products: torch.Tensor, targets: torch.Tensor, how: Any, *others: Any) -> Any:
             shard = replace(how.shard, size=how.shard.start + how.shard.rows)
             return compute(products, targets, replace(how, shard=shard), *others)
 
-        monkeypatch.setattr(chunked_loss, "_losses_and_slopes", with_padding)
+        monkeypatch.setattr(chunked_loss, "_losses_and_grad_logits", with_padding)
         result = train(tp=2)
         assert cause_of(result) == Cause.FORWARD
         assert result.curves.first_diverging_step == 1

@@ -83,7 +83,7 @@ class ReferenceEngine(FullForwardEngine):
             logits.flatten(0, 1).float(),
             batch.labels.flatten(),
             batch.teacher.map(lambda tensor: tensor.flatten(0, 1)),
-            self.distillation.how,
+            self.distillation.divergence,
         )
         loss = losses.sum() if batch.weights is None else (losses * batch.weights.flatten()).sum()
         self.distillation.add(loss, token_losses, divergences)

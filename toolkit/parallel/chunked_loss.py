@@ -27,17 +27,17 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from toolkit.models.chunked_head import HeadFormula, chunk_tokens, head_formula
 from toolkit.parallel.distilled_loss import Divergence, TeacherTokens, TopTokens, distilled_losses
-from toolkit.parallel.linear_product import Leave
+from toolkit.parallel.linear_product import Defer
 from toolkit.parallel.loss import IGNORE
 from toolkit.parallel.tensor.collectives import copy_to_tensor_ranks
 from toolkit.parallel.tensor.overlapped_gradients import OverlappedGradients
-from toolkit.parallel.tensor.vocabulary import VocabParallelHead, VocabularyShard, columns_of
+from toolkit.parallel.tensor.vocabulary import VocabParallelHead, VocabularyShard, columns_of, mask_padding
 
 
 class Distilling(Protocol):
     """What the loss of distillation is computed with (toolkit/engines/objectives/distillation.py)."""
 
-    how: Divergence
+    divergence: Divergence
 
     def add(self, loss: torch.Tensor, token_losses: torch.Tensor, divergences: torch.Tensor) -> None:
         """Add a loss, and the parts that it is made of, to those of the step."""
@@ -66,7 +66,7 @@ class LossInHead:
         self._scale, self._cap = formula.values(model.config.get_text_config(decoder=True))
         head = model.get_output_embeddings()
         head_class = type(head)
-        # The model is left where the head was called, behind all hooks of the head: those of ZeRO-3 see its output.
+        # The forward pass stops where the head was called, behind all hooks of the head: ZeRO-3's see its output.
         # Python looks `__call__` up on the class, so only another class can do that; a module around the head would
         # change the names of its parameters.
         head.__class__ = type(head_class.__name__, (_HeadWithLoss, head_class), {"loss": self})
@@ -96,17 +96,17 @@ class LossInHead:
         self.teacher = None
         rows = head.weight.shape[0]
         group = None
-        leave = None
+        defer = None
         shard = VocabularyShard(size=rows, start=0, rows=rows)
         if isinstance(head, VocabParallelHead):
             group = head.group
             shard = head.vocabulary
             later = OverlappedGradients.of(hidden, (head.weight,), group)
             hidden = copy_to_tensor_ranks(hidden, group, later)
-            leave = None if later is None else later.taking(hidden, head.weight)
+            defer = None if later is None else later.taking(hidden, head.weight)
         flat = hidden.flatten(0, -2)  # [b, s, h] -> [n, h]
         kind = hidden.device.type
-        how = _How(
+        options = _HeadLossOptions(
             scale=self._scale,
             cap=self._cap,
             shard=shard,
@@ -124,13 +124,13 @@ class LossInHead:
             distillation=self.distillation,
             weights=None if weights is None else weights.flatten(),
             weigh=None if self.weigh is None else partial(_flat_weights, self.weigh, labels.shape),
-            leave=leave,
+            defer=defer,
         )
-        weight = head.weight if leave is None else head.weight.detach()
+        weight = head.weight if defer is None else head.weight.detach()
         with torch.autocast(kind, enabled=False):
             if self.top is not None:
-                return _collect(flat, head, how, self.top)
-            loss, losses = _ChunkedLoss.apply(flat, weight, head.bias, labels.flatten(), how)
+                return _collect(flat, head, options, self.top)
+            loss, losses = _ChunkedLoss.apply(flat, weight, head.bias, labels.flatten(), options)
         self._sample_losses = losses.view(labels.shape).sum(dim=1)  # [n] -> [b]
         result: torch.Tensor = loss
         return result
@@ -156,8 +156,8 @@ def collecting_in_head(head: LossInHead | None, top: TopTokens) -> Iterator[None
         head.top = None
 
 
-class _Left(Exception):  # noqa: N818 - not an error: how the forward pass is left
-    """Leaves the model's forward pass with the loss."""
+class _ForwardStopped(Exception):  # noqa: N818 - not an error: how the forward pass ends
+    """Ends the forward pass of the model at its head, with the loss."""
 
     def __init__(self, loss: torch.Tensor) -> None:
         self.loss = loss
@@ -170,7 +170,7 @@ class _HeadWithLoss(nn.Linear):
         is_loss = self.loss.labels is not None
         result: torch.Tensor = super().__call__(hidden)
         if is_loss:
-            raise _Left(result)
+            raise _ForwardStopped(result)
         return result
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -182,14 +182,14 @@ def _until_the_head(forward: Callable[..., Any]) -> Callable[..., Any]:
     def caught(*arguments: Any, **keywords: Any) -> Any:
         try:
             return forward(*arguments, **keywords)
-        except _Left as left:
-            return CausalLMOutput(loss=left.loss)
+        except _ForwardStopped as stopped:
+            return CausalLMOutput(loss=stopped.loss)
 
     return caught
 
 
 @dataclass(frozen=True, kw_only=True)
-class _How:
+class _HeadLossOptions:
     """Constants of the loss: how logits follow from products, the vocabulary's shard, and the size of chunks."""
 
     scale: float
@@ -208,7 +208,7 @@ class _How:
     """Weights of all tokens [n] that are known already; None: all are 1."""
     weigh: Callable[[torch.Tensor], torch.Tensor] | None
     """Weights of all tokens [n] for their losses [n]."""
-    leave: Leave | None
+    defer: Defer | None
     """Takes the gradient of the weight, which then is no input, for the time when that of the hidden states is summed
     over ranks; None where it is returned with the others."""
 
@@ -223,58 +223,59 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        how: _How,
+        options: _HeadLossOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wanted = [each and how.makes_gradients for each in ctx.needs_input_grad[:3]]
-        wanted[1] |= how.leave is not None
-        ctx.leave = how.leave
-        x = hidden.to(how.dtype)
-        w = weight.to(how.dtype)
-        b = None if bias is None else bias.to(how.dtype)
-        exact = torch.promote_types(how.dtype, torch.float32)
+        wanted = [each and options.makes_gradients for each in ctx.needs_input_grad[:3]]
+        wanted[1] |= options.defer is not None
+        ctx.defer = options.defer
+        x = hidden.to(options.dtype)
+        w = weight.to(options.dtype)
+        b = None if bias is None else bias.to(options.dtype)
+        exact = torch.promote_types(options.dtype, torch.float32)
         ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype]
-        if how.is_liger:
-            losses, ctx.gradients = _by_liger(x, w, b, targets, how, wanted)
+        if options.is_liger:
+            losses, ctx.gradients = _by_liger(x, w, b, targets, options, wanted)
             ctx.mark_non_differentiable(losses)
             return losses.sum(), losses
         # Sums of chunks in fp32, so that their number does not matter; one chunk is not added to anything.
-        several = how.chunk < x.shape[0]
-        of_hidden = torch.empty_like(x) if wanted[0] else None
-        of_weight = torch.zeros(w.shape, dtype=exact, device=w.device) if wanted[1] and several else None
-        of_bias = torch.zeros(w.shape[0], dtype=exact, device=w.device) if wanted[2] else None
+        several = options.chunk < x.shape[0]
+        grad_hidden = torch.empty_like(x) if wanted[0] else None
+        grad_weight = torch.zeros(w.shape, dtype=exact, device=w.device) if wanted[1] and several else None
+        grad_bias = torch.zeros(w.shape[0], dtype=exact, device=w.device) if wanted[2] else None
         losses = torch.empty(x.shape[0], dtype=exact, device=x.device)
-        weights = how.weights
-        if how.weigh is not None:
-            for start in range(0, x.shape[0], how.chunk):
-                part = slice(start, start + how.chunk)
-                losses[part], _ = _losses_and_slopes(_logits(x[part], w, b, exact), targets[part], how, None, False)
-            weights = how.weigh(losses)
+        weights = options.weights
+        if options.weigh is not None:
+            _compute_losses(losses, x, w, b, targets, options)
+            weights = options.weigh(losses)
             if not any(wanted):
                 ctx.mark_non_differentiable(losses)
                 return (losses * weights).sum(), losses
-        for start in range(0, x.shape[0], how.chunk):
-            part = slice(start, start + how.chunk)
+        for part in _chunks(x.shape[0], options.chunk):
             chunk = x[part]
             logits = _logits(chunk, w, b, exact)
             weight_part = None if weights is None else weights[part]
-            if how.teacher is None:
-                losses[part], slopes = _losses_and_slopes(logits, targets[part], how, weight_part, any(wanted))
+            if options.teacher is None:
+                losses[part], grad_logits = _losses_and_grad_logits(
+                    logits, targets[part], options, weight_part, any(wanted)
+                )
             else:
-                teacher = how.teacher.map(lambda tensor, part=part: tensor[part])
-                losses[part], slopes = _distilled_chunk(logits, targets[part], teacher, how, weight_part, any(wanted))
+                teacher = options.teacher.map(lambda tensor, part=part: tensor[part])
+                losses[part], grad_logits = _distilled_chunk(
+                    logits, targets[part], teacher, options, weight_part, any(wanted)
+                )
             del logits
-            if of_bias is not None and slopes is not None:
-                of_bias += slopes.sum(dim=0, dtype=exact)
-            if of_hidden is not None and slopes is not None:
-                torch.mm(slopes, w, out=of_hidden[part])  # [c, v] -> [c, h]
-            if of_weight is not None and slopes is not None:
-                _add_product(of_weight, slopes.t(), chunk)  # [v, c] @ [c, h]
-            elif wanted[1] and slopes is not None:
-                of_weight = slopes.t() @ chunk
-            del slopes  # before the next chunk's logits are made
+            if grad_bias is not None and grad_logits is not None:
+                grad_bias += grad_logits.sum(dim=0, dtype=exact)
+            if grad_hidden is not None and grad_logits is not None:
+                torch.mm(grad_logits, w, out=grad_hidden[part])  # [c, v] -> [c, h]
+            if grad_weight is not None and grad_logits is not None:
+                _add_product(grad_weight, grad_logits.t(), chunk)  # [v, c] @ [c, h]
+            elif wanted[1] and grad_logits is not None:
+                grad_weight = grad_logits.t() @ chunk
+            del grad_logits  # before the next chunk's logits are made
         ctx.mark_non_differentiable(losses)
         # Not saved by autograd, which would hold them while they become gradients: then those are copied.
-        ctx.gradients = [of_hidden, of_weight, of_bias]
+        ctx.gradients = [grad_hidden, grad_weight, grad_bias]
         return (losses if weights is None else losses * weights).sum(), losses
 
     @staticmethod
@@ -282,13 +283,34 @@ class _ChunkedLoss(torch.autograd.Function):
         made: list[torch.Tensor | None] = []
         for index, dtype in enumerate(ctx.dtypes):
             gradient = ctx.gradients.pop(0)
-            if index == 1 and ctx.leave is not None:
-                ctx.leave(partial(_scaled, [gradient], factors[0], dtype))
+            if index == 1 and ctx.defer is not None:
+                ctx.defer(partial(_scaled, [gradient], factors[0], dtype))
                 made.append(None)
             else:
                 made.append(None if gradient is None else _scaled([gradient], factors[0], dtype))
             del gradient
         return (*made, None, None)
+
+
+def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
+    """Yield the tokens of each chunk."""
+    for start in range(0, tokens, chunk):
+        yield slice(start, start + chunk)
+
+
+def _compute_losses(
+    losses: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor | None,
+    targets: torch.Tensor,
+    options: _HeadLossOptions,
+) -> None:
+    """Write the losses of all tokens, which have no weights yet, into `losses` [n]."""
+    for part in _chunks(x.shape[0], options.chunk):
+        losses[part], _ = _losses_and_grad_logits(
+            _logits(x[part], w, b, losses.dtype), targets[part], options, None, False
+        )
 
 
 def _scaled(gradients: list[torch.Tensor], factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -301,7 +323,7 @@ def _by_liger(
     w: torch.Tensor,
     b: torch.Tensor | None,
     targets: torch.Tensor,
-    how: _How,
+    options: _HeadLossOptions,
     wanted: list[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """The token losses, and the gradients of their sum, in chunks of Liger's choice."""
@@ -314,7 +336,7 @@ def _by_liger(
         bias=b,
         ignore_index=IGNORE,
         reduction="none",
-        softcap=how.cap,
+        softcap=options.cap,
         accum_dtype=torch.float32,
         compute_gradients=any(wanted),
         weight_requires_grad=wanted[1],
@@ -332,98 +354,107 @@ def _flat_weights(
 def _logits(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, exact: torch.dtype) -> torch.Tensor:
     """The products of a chunk [c, h] with the vocabulary, in the dtype of the losses, [c, v]; the caller's own."""
     products = x @ w.t() if b is None else torch.addmm(b, x, w.t())  # [c, h] -> [c, v]
-    return products.to(exact)  # what it is converted from ends here, before the slopes are made
+    return products.to(exact)  # what it is converted from ends here, before the gradient is made
 
 
-def _losses_and_slopes(
-    logits: torch.Tensor, targets: torch.Tensor, how: _How, weights: torch.Tensor | None, wants_slopes: bool
+def _losses_and_grad_logits(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    options: _HeadLossOptions,
+    weights: torch.Tensor | None,
+    wants_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The losses of a chunk's tokens [c], and the gradients of their weighted sum by the products [c, v].
 
     Overwrites `logits`, these products. `weights` [c]; None: all are 1.
     """
-    shard = how.shard
-    slope = _apply_formula(logits, how, wants_slopes=wants_slopes)
-    if shard.real_rows < shard.rows:
-        logits[:, shard.real_rows :] = float("-inf")
+    shard = options.shard
+    softcap_derivative = _apply_formula(logits, options, wants_gradients=wants_gradients)
+    mask_padding(logits, shard)
     # The largest logit keeps exp() in range; it cancels in the loss.
     largest = logits.amax(dim=-1)
-    if how.group is not None:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=how.group)
+    if options.group is not None:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=options.group)
     columns, here = columns_of(targets, shard)
     gathered = logits.gather(-1, columns.unsqueeze(-1)).squeeze(-1)  # [c, v] -> [c]
     logits.sub_(largest.unsqueeze(-1)).exp_()
     parts = torch.stack([logits.sum(dim=-1), torch.where(here, gathered - largest, 0.0)])
-    if how.group is not None:
-        dist.all_reduce(parts, group=how.group)
+    if options.group is not None:
+        dist.all_reduce(parts, group=options.group)
     normalizer, target_logit = parts
-    counts = targets != IGNORE
-    losses = torch.where(counts, normalizer.log() - target_logit, 0.0)
-    if not wants_slopes:
+    has_target = targets != IGNORE
+    losses = torch.where(has_target, normalizer.log() - target_logit, 0.0)
+    if not wants_gradients:
         return losses, None
-    factor = how.scale * counts.to(logits.dtype)
+    factor = options.scale * has_target.to(logits.dtype)
     if weights is not None:
         factor = factor * weights
     logits.mul_((factor / normalizer).unsqueeze(-1))
     logits[torch.arange(len(targets), device=targets.device), columns] -= factor * here
-    if slope is not None:
-        logits.mul_(slope)
-    return losses, logits.to(how.dtype)
+    if softcap_derivative is not None:
+        logits.mul_(softcap_derivative)
+    return losses, logits.to(options.dtype)
 
 
 def _distilled_chunk(
     logits: torch.Tensor,
     targets: torch.Tensor,
     teacher: TeacherTokens,
-    how: _How,
+    options: _HeadLossOptions,
     weights: torch.Tensor | None,
-    wants_slopes: bool,
+    wants_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the losses of distillation of a chunk [c], and what `_losses_and_slopes` returns beside its losses.
+    """Return the losses of distillation of a chunk [c], and what `_losses_and_grad_logits` returns beside its losses.
 
     Overwrites `logits`, the products of hidden states and vocabulary. `weights` [c]; None: all are 1.
     """
-    assert how.distillation is not None
-    slope = _apply_formula(logits, how, wants_slopes=wants_slopes)
+    assert options.distillation is not None
+    softcap_derivative = _apply_formula(logits, options, wants_gradients=wants_gradients)
     each = distilled_losses(
-        logits, targets, teacher, how.distillation.how, shard=how.shard, group=how.group, wants_slopes=wants_slopes
+        logits,
+        targets,
+        teacher,
+        options.distillation.divergence,
+        shard=options.shard,
+        group=options.group,
+        wants_gradients=wants_gradients,
     )
     weighted = each.losses if weights is None else each.losses * weights
-    how.distillation.add(weighted.sum(), each.token_losses, each.divergences)
-    slopes = each.slopes
-    if slopes is None:
+    options.distillation.add(weighted.sum(), each.token_losses, each.divergences)
+    grad_logits = each.grad_logits
+    if grad_logits is None:
         return each.losses, None
-    if slope is not None:
-        slopes.mul_(slope)
-    if how.scale != 1.0:
-        slopes.mul_(how.scale)
+    if softcap_derivative is not None:
+        grad_logits.mul_(softcap_derivative)
+    if options.scale != 1.0:
+        grad_logits.mul_(options.scale)
     if weights is not None:
-        slopes.mul_(weights.unsqueeze(-1))
-    return each.losses, slopes.to(how.dtype)
+        grad_logits.mul_(weights.unsqueeze(-1))
+    return each.losses, grad_logits.to(options.dtype)
 
 
-def _collect(x: torch.Tensor, head: nn.Linear, how: _How, top: TopTokens) -> torch.Tensor:
+def _collect(x: torch.Tensor, head: nn.Linear, options: _HeadLossOptions, top: TopTokens) -> torch.Tensor:
     """Give the logits of all tokens to `top`, in chunks; return a loss of 0."""
-    w = head.weight.to(how.dtype)
-    b = None if head.bias is None else head.bias.to(how.dtype)
-    exact = torch.promote_types(how.dtype, torch.float32)
-    for start in range(0, x.shape[0], how.chunk):
-        logits = _logits(x[start : start + how.chunk].to(how.dtype), w, b, exact)
-        _apply_formula(logits, how, wants_slopes=False)
-        top.add(logits, how.shard, how.group)
+    w = head.weight.to(options.dtype)
+    b = None if head.bias is None else head.bias.to(options.dtype)
+    exact = torch.promote_types(options.dtype, torch.float32)
+    for part in _chunks(x.shape[0], options.chunk):
+        logits = _logits(x[part].to(options.dtype), w, b, exact)
+        _apply_formula(logits, options, wants_gradients=False)
+        top.add(logits, options.shard, options.group)
     return torch.zeros((), dtype=exact, device=x.device)
 
 
-def _apply_formula(logits: torch.Tensor, how: _How, *, wants_slopes: bool) -> torch.Tensor | None:
+def _apply_formula(logits: torch.Tensor, options: _HeadLossOptions, *, wants_gradients: bool) -> torch.Tensor | None:
     """Make logits of products with the vocabulary, in place; return the derivative of their soft cap."""
-    slope = None
-    if how.cap is not None:
-        logits.mul_(how.scale / how.cap).tanh_()
-        slope = logits.square().neg_().add_(1.0) if wants_slopes else None
-        logits.mul_(how.cap)
-    elif how.scale != 1.0:
-        logits.mul_(how.scale)
-    return slope
+    softcap_derivative = None
+    if options.cap is not None:
+        logits.mul_(options.scale / options.cap).tanh_()
+        softcap_derivative = logits.square().neg_().add_(1.0) if wants_gradients else None
+        logits.mul_(options.cap)
+    elif options.scale != 1.0:
+        logits.mul_(options.scale)
+    return softcap_derivative
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

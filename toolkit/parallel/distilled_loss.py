@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.parallel.loss import IGNORE
-from toolkit.parallel.tensor.vocabulary import VocabularyShard, columns_of
+from toolkit.parallel.tensor.vocabulary import VocabularyShard, columns_of, mask_padding
 
 _SMALLEST = 1e-37
 """What is added to the probability of all other tokens, which may be 0 in fp32."""
@@ -60,7 +60,7 @@ class DistilledLosses:
     """What is minimized."""
     token_losses: torch.Tensor
     divergences: torch.Tensor
-    slopes: torch.Tensor | None
+    grad_logits: torch.Tensor | None
     """Derivatives of `losses` by the logits, [n, v]."""
 
 
@@ -68,18 +68,17 @@ def distilled_losses(
     logits: torch.Tensor,
     targets: torch.Tensor,
     teacher: TeacherTokens,
-    how: Divergence,
+    divergence: Divergence,
     *,
     shard: VocabularyShard,
     group: dist.ProcessGroup | None,
-    wants_slopes: bool,
+    wants_gradients: bool,
 ) -> DistilledLosses:
     """Compute losses of this rank's logits [n, v], in fp32 or more, which it overwrites; the same on all of `group`.
 
     targets [n], of the full vocabulary or IGNORE; teacher [n, k]. Ranks exchange k + 4 numbers for each token.
     """
-    if shard.real_rows < shard.rows:
-        logits[:, shard.real_rows :] = float("-inf")
+    mask_padding(logits, shard)
     largest = logits.amax(dim=-1)
     if group is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -87,9 +86,9 @@ def distilled_losses(
     target_columns, target_here = columns_of(targets, shard)
     columns, here = columns_of(teacher.ids, shard)  # [n, k]
     target_logit = torch.where(target_here, logits.gather(-1, target_columns.unsqueeze(-1)).squeeze(-1), 0.0)
-    top = torch.where(here, logits.gather(-1, columns), 0.0) / how.temperature
+    top = torch.where(here, logits.gather(-1, columns), 0.0) / divergence.temperature
     softmax = logits.exp()  # [n, v]
-    others = logits.div_(how.temperature).exp_()  # [n, v]
+    others = logits.div_(divergence.temperature).exp_()  # [n, v]
     # The top tokens of a position differ, so that each of their columns becomes exactly 0.
     others.scatter_add_(-1, columns, torch.where(here, -others.gather(-1, columns), 0.0))
     parts = torch.cat([torch.stack([softmax.sum(-1), others.sum(-1), target_logit], dim=-1), top], dim=-1)  # [n, k + 3]
@@ -102,33 +101,34 @@ def distilled_losses(
     log_q = torch.cat([top, (rest + _SMALLEST).log().unsqueeze(-1)], dim=-1) - tempered.log().unsqueeze(-1)
     log_p = teacher.logps.to(log_q)
     if teacher.ids.shape[-1] == shard.size:  # there are no others
-        log_q, log_p = log_q[:, :-1], log_p[:, :-1]
-    log_p = log_p - log_p.logsumexp(-1, keepdim=True)  # stored in fp32: slopes take their sum for 1
+        log_q = log_q[:, :-1]
+        log_p = log_p[:, :-1]
+    log_p = log_p - log_p.logsumexp(-1, keepdim=True)  # stored in fp32: gradients take their sum for 1
     q = log_q.exp()
     p = log_p.exp()
-    first, ratio = (p, log_p - log_q) if how.kind == "forward" else (q, log_q - log_p)
+    first, ratio = (p, log_p - log_q) if divergence.kind == "forward" else (q, log_q - log_p)
     divergences = (first * ratio).sum(-1)
-    counts = targets != IGNORE
-    token_share = 1.0 - how.weight
-    losses = token_share * token_losses + how.weight * how.temperature**2 * divergences
-    result = [torch.where(counts, each, 0.0) for each in (losses, token_losses, divergences)]
-    slopes = None
-    if wants_slopes:
+    has_target = targets != IGNORE
+    token_share = 1.0 - divergence.weight
+    losses = token_share * token_losses + divergence.weight * divergence.temperature**2 * divergences
+    result = [torch.where(has_target, each, 0.0) for each in (losses, token_losses, divergences)]
+    grad_logits = None
+    if wants_gradients:
         # By logits of top tokens [n, k], and, for each unit of probability, by those of others [n].
         k = teacher.ids.shape[-1]
-        factor = counts.to(softmax) * (how.weight * how.temperature)
-        if how.kind == "forward":
-            of_top = q[:, :k] - p[:, :k]
-            of_others = 1.0 - (p[:, k] / q[:, k] if q.shape[-1] > k else 0.0)
+        factor = has_target.to(softmax) * (divergence.weight * divergence.temperature)
+        if divergence.kind == "forward":
+            grad_top = q[:, :k] - p[:, :k]
+            grad_others = 1.0 - (p[:, k] / q[:, k] if q.shape[-1] > k else 0.0)
         else:
-            of_top = q[:, :k] * (ratio[:, :k] - divergences.unsqueeze(-1))
-            of_others = (ratio[:, k] if q.shape[-1] > k else 0.0) - divergences
-        slopes = others.mul_((factor * of_others / tempered).unsqueeze(-1))
-        slopes.scatter_add_(-1, columns, torch.where(here, factor.unsqueeze(-1) * of_top, 0.0))
-        share = counts.to(softmax) * token_share
-        slopes.add_(softmax.mul_((share / normalizer).unsqueeze(-1)))
-        slopes[torch.arange(len(targets), device=targets.device), target_columns] -= share * target_here
-    return DistilledLosses(losses=result[0], token_losses=result[1], divergences=result[2], slopes=slopes)
+            grad_top = q[:, :k] * (ratio[:, :k] - divergences.unsqueeze(-1))
+            grad_others = (ratio[:, k] if q.shape[-1] > k else 0.0) - divergences
+        grad_logits = others.mul_((factor * grad_others / tempered).unsqueeze(-1))
+        grad_logits.scatter_add_(-1, columns, torch.where(here, factor.unsqueeze(-1) * grad_top, 0.0))
+        share = has_target.to(softmax) * token_share
+        grad_logits.add_(softmax.mul_((share / normalizer).unsqueeze(-1)))
+        grad_logits[torch.arange(len(targets), device=targets.device), target_columns] -= share * target_here
+    return DistilledLosses(losses=result[0], token_losses=result[1], divergences=result[2], grad_logits=grad_logits)
 
 
 class DistilledLoss(torch.autograd.Function):
@@ -141,16 +141,18 @@ class DistilledLoss(torch.autograd.Function):
         targets: torch.Tensor,
         teacher: TeacherTokens,
         weights: torch.Tensor | None,
-        how: Divergence,
+        divergence: Divergence,
         shard: VocabularyShard,
         group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         exact = logits.detach().to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        wants_slopes = ctx.needs_input_grad[0]
-        each = distilled_losses(exact, targets, teacher, how, shard=shard, group=group, wants_slopes=wants_slopes)
-        if each.slopes is not None:
-            slopes = each.slopes if weights is None else each.slopes.mul_(weights.unsqueeze(-1))
-            ctx.save_for_backward(slopes)
+        wants_gradients = ctx.needs_input_grad[0]
+        each = distilled_losses(
+            exact, targets, teacher, divergence, shard=shard, group=group, wants_gradients=wants_gradients
+        )
+        if each.grad_logits is not None:
+            grad_logits = each.grad_logits if weights is None else each.grad_logits.mul_(weights.unsqueeze(-1))
+            ctx.save_for_backward(grad_logits)
         ctx.dtype = logits.dtype
         ctx.mark_non_differentiable(each.token_losses, each.divergences)
         losses = each.losses if weights is None else each.losses * weights
@@ -158,17 +160,17 @@ class DistilledLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (slopes,) = ctx.saved_tensors
-        return (slopes * gradients[0]).to(ctx.dtype), None, None, None, None, None, None
+        (grad_logits,) = ctx.saved_tensors
+        return (grad_logits * gradients[0]).to(ctx.dtype), None, None, None, None, None, None
 
 
 def plain_distilled_losses(
-    logits: torch.Tensor, targets: torch.Tensor, teacher: TeacherTokens, how: Divergence
+    logits: torch.Tensor, targets: torch.Tensor, teacher: TeacherTokens, divergence: Divergence
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return losses, token losses and divergences [n] of full logits [n, v] by autograd: what others are held to."""
-    counts = targets != IGNORE
+    has_target = targets != IGNORE
     token_losses = torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
-    log_q = (logits / how.temperature).log_softmax(dim=-1)
+    log_q = (logits / divergence.temperature).log_softmax(dim=-1)
     is_top = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, teacher.ids, True)
     events = [log_q.gather(-1, teacher.ids)]
     log_p = teacher.logps.to(log_q)
@@ -178,9 +180,9 @@ def plain_distilled_losses(
         log_p = log_p[:, :-1]
     log_events = torch.cat(events, dim=-1)
     log_p = log_p - log_p.logsumexp(-1, keepdim=True)
-    left, right = (log_p, log_events) if how.kind == "forward" else (log_events, log_p)
-    divergences = torch.where(counts, (left.exp() * (left - right)).sum(-1), 0.0)
-    losses = (1.0 - how.weight) * token_losses + how.weight * how.temperature**2 * divergences
+    left, right = (log_p, log_events) if divergence.kind == "forward" else (log_events, log_p)
+    divergences = torch.where(has_target, (left.exp() * (left - right)).sum(-1), 0.0)
+    losses = (1.0 - divergence.weight) * token_losses + divergence.weight * divergence.temperature**2 * divergences
     return losses, token_losses, divergences
 
 
@@ -196,8 +198,7 @@ class TopTokens:
 
     def add(self, logits: torch.Tensor, shard: VocabularyShard, group: dist.ProcessGroup | None) -> None:
         """Take logits [n, v] of this rank, in fp32 or more, which it overwrites."""
-        if shard.real_rows < shard.rows:
-            logits[:, shard.real_rows :] = float("-inf")
+        mask_padding(logits, shard)
         logits.div_(self._temperature)
         largest = logits.amax(dim=-1, keepdim=True)
         if group is not None:
@@ -209,7 +210,8 @@ class TopTokens:
         values, columns = candidates.topk(min(self._top_k, shard.rows), dim=-1)  # [n, k']
         ids = columns + shard.start
         if group is not None:
-            values, ids = _gathered(values, group), _gathered(ids, group)
+            values = _gathered(values, group)
+            ids = _gathered(ids, group)
         top, order = values.topk(self._top_k, dim=-1)  # [n, k]
         ids = ids.gather(-1, order)
         here_columns, here = columns_of(ids, shard)

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-Leave = Callable[[Callable[[], torch.Tensor]], None]
+Defer = Callable[[Callable[[], torch.Tensor]], None]
 """Takes a function that computes a gradient of one weight, for later."""
 
 
 class TakesGradients(Protocol):
     """What computes gradients of weights later."""
 
-    def taking(self, x: torch.Tensor, weight: torch.Tensor) -> Leave | None:
+    def taking(self, x: torch.Tensor, weight: torch.Tensor) -> Defer | None:
         """Return what takes the gradient of `weight` in its product with x; None: autograd computes it."""
 
 
@@ -33,29 +33,29 @@ def multiply(
     bias: torch.Tensor | None,
     *,
     input_major: bool = False,
-    leave: Leave | None = None,
+    defer: Defer | None = None,
 ) -> torch.Tensor:
-    """x W + b, [.., i] -> [.., o]; the backward pass leaves the gradient of `weight` to `leave`, if given.
+    """x W + b, [.., i] -> [.., o]; the backward pass hands the gradient of `weight` to `defer`, if given.
 
     `weight` is [o, i], or [i, o] if `input_major`.
     """
-    if leave is None:
+    if defer is None:
         return F.linear(x, weight.t() if input_major else weight, bias)
     # The weight is hidden from autograd. Otherwise its hooks would run here as well, on a gradient that is not there.
-    product: torch.Tensor = _DeferringProduct.apply(x, bias, weight.detach(), input_major, leave)
+    product: torch.Tensor = _DeferringProduct.apply(x, bias, weight.detach(), input_major, defer)
     return product
 
 
 class _DeferringProduct(torch.autograd.Function):
-    """x W + b. Backward: the gradients of x and b, by the operations of autograd; that of W is left."""
+    """x W + b. Backward: the gradients of x and b, by the operations of autograd; that of W is deferred."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, input_major: bool, leave: Leave
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, input_major: bool, defer: Defer
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.input_major = input_major
-        ctx.leave = leave
+        ctx.defer = defer
         return multiply(x, weight, bias, input_major=input_major)
 
     @staticmethod
@@ -70,7 +70,7 @@ class _DeferringProduct(torch.autograd.Function):
         def of_weight() -> torch.Tensor:
             return inputs.t().mm(rows) if input_major else rows.t().mm(inputs)
 
-        ctx.leave(of_weight)
+        ctx.defer(of_weight)
         of_bias = rows.sum(0) if ctx.needs_input_grad[1] else None
         of_input = rows.mm(weight.t() if input_major else weight)  # [n, o] -> [n, i]
         return of_input.view(x.shape), of_bias, None, None, None

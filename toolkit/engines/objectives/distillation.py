@@ -14,7 +14,7 @@ class Distillation:
     """The distillation of an engine. Micro-batches without a teacher, as in a validation, have token losses alone."""
 
     def __init__(self, section: DistillSection, device: torch.device) -> None:
-        self.how = Divergence(weight=section.weight, temperature=section.temperature, kind=section.divergence)
+        self.divergence = Divergence(weight=section.weight, temperature=section.temperature, kind=section.divergence)
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
         """Sums of the step on this rank: losses, token losses, and divergences."""
 
@@ -42,7 +42,7 @@ class Distillation:
             labels.flatten(),
             teacher.map(lambda tensor: tensor.flatten(0, -2)),
             None if weights is None else weights.flatten(),
-            self.how,
+            self.divergence,
             shard or VocabularyShard(size=rows, start=0, rows=rows),
             group,
         )

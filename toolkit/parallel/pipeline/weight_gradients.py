@@ -1,6 +1,6 @@
-"""Weight gradients that linear layers leave for later: a backward pass split into B and W (Qi et al. 2023, section 2).
+"""Weight gradients that linear layers defer: a backward pass split into B and W (Qi et al. 2023, section 2).
 
-B is autograd's own backward pass, in which a linear layer hands on the gradient of its input, and leaves that of its
+B is autograd's own backward pass, in which a linear layer hands on the gradient of its input, and defers that of its
 weight (toolkit/parallel/linear_product.py) to a queue. W empties the queue. Everything that is not a linear layer's
 weight has its gradient in B: biases, norms, embeddings, experts, and a head that computes the loss itself.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.parallel.linear_product import Leave, multiply
+from toolkit.parallel.linear_product import Defer, multiply
 from toolkit.parallel.tensor.linear import ParallelLinear
 from toolkit.parallel.tensor.vocabulary import VocabParallelHead
 
@@ -30,7 +30,7 @@ class WeightGradients:
         self._splits = False
 
     def connect(self, model: nn.Module) -> None:
-        """Let the linear layers of `model` leave their weights' gradients to this queue."""
+        """Let the linear layers of `model` defer their weights' gradients to this queue."""
         for module in model.modules():
             if isinstance(module, ParallelLinear) or type(module) is VocabParallelHead:
                 module.split = self
@@ -56,7 +56,8 @@ class WeightGradients:
     def collecting(self, stage: int, micro_batch: int) -> Iterator[None]:
         """Keep what the weight gradients of the backward pass inside are computed from."""
         assert (stage, micro_batch) not in self._pending, "a backward pass runs once"
-        self._open = self._pending[stage, micro_batch] = []
+        self._open = []
+        self._pending[stage, micro_batch] = self._open
         try:
             yield
         finally:
@@ -75,7 +76,7 @@ class WeightGradients:
             del of_weight
             torch.autograd.backward(weight, gradient)
 
-    def taking(self, x: torch.Tensor, weight: torch.Tensor) -> Leave | None:
+    def taking(self, x: torch.Tensor, weight: torch.Tensor) -> Defer | None:
         """Return what takes the gradient of `weight` in its product with x, where the backward pass is split.
 
         An input without gradient has no B that could collect: then the backward pass stays whole.
@@ -93,14 +94,14 @@ class _SplitLinear(nn.Linear):
     split: WeightGradients
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return multiply(x, self.weight, self.bias, leave=self.split.taking(x, self.weight))
+        return multiply(x, self.weight, self.bias, defer=self.split.taking(x, self.weight))
 
 
 class _SplitConv1D(Conv1D):  # type: ignore[misc]
     split: WeightGradients
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return multiply(x, self.weight, self.bias, input_major=True, leave=self.split.taking(x, self.weight))
+        return multiply(x, self.weight, self.bias, input_major=True, defer=self.split.taking(x, self.weight))
 
 
 _SPLITTING: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _SplitLinear, Conv1D: _SplitConv1D}

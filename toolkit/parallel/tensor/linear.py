@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.parallel.linear_product import Leave, TakesGradients, multiply
+from toolkit.parallel.linear_product import Defer, TakesGradients, multiply
 from toolkit.parallel.shard import Block, Shard, mark, pieces_of, source_of
 from toolkit.parallel.tensor import collectives as c
 from toolkit.parallel.tensor.region import Region
@@ -36,14 +36,14 @@ class ParallelLinear(nn.Module):
         setattr(self, key, mark(parameter, shard))
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        leave = None if torch.compiler.is_compiling() else self._leave(x)
-        return multiply(x, self.weight, bias, input_major=self.input_major, leave=leave)
+        defer = None if torch.compiler.is_compiling() else self._defer(x)
+        return multiply(x, self.weight, bias, input_major=self.input_major, defer=defer)
 
-    def _leave(self, x: torch.Tensor) -> Leave | None:
+    def _defer(self, x: torch.Tensor) -> Defer | None:
         for later in (self.split, self.region.later):
-            leave = None if later is None else later.taking(x, self.weight)
-            if leave is not None:
-                return leave
+            defer = None if later is None else later.taking(x, self.weight)
+            if defer is not None:
+                return defer
         return None
 
 

@@ -1,7 +1,7 @@
 """Weight gradients of column-parallel layers, computed while the gradient of their input is summed over the ranks.
 
 The layers of a block share their input x, whose gradient tensor-parallel ranks sum. Each of them computes its part of
-that and leaves the gradient of its weight (toolkit/parallel/linear_product.py). Behind the last one the sum is started,
+that and defers the gradient of its weight (toolkit/parallel/linear_product.py). Behind the last one the sum is started,
 all weight gradients are computed, and the sum is awaited. The idea is that of Megatron-LM's
 LinearWithGradAccumulationAndAsyncCommunication, which does it within one layer.
 
@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from toolkit.parallel.linear_product import Leave
+from toolkit.parallel.linear_product import Defer
 
 
 class OverlappedGradients:
-    """The gradients of `weights` that one backward pass leaves for the time of a sum."""
+    """The gradients of `weights` that one backward pass defers for the time of a sum."""
 
     is_awaited = False
     """Whether a collective has these weights as inputs, whose backward pass computes their gradients."""
@@ -32,7 +32,7 @@ class OverlappedGradients:
     def of(
         cls, x: torch.Tensor, weights: Iterable[torch.Tensor], group: dist.ProcessGroup
     ) -> "OverlappedGradients | None":
-        """Prepare for layers that multiply x, whose gradient is summed over `group`; None where they can leave none.
+        """Prepare for layers that multiply x, whose gradient is summed over `group`; None where they can defer none.
 
         A frozen weight has none. Under ZeRO-3 a weight is only there around its layer's backward pass, and autocast
         keeps the casts of weights to itself.
@@ -45,7 +45,7 @@ class OverlappedGradients:
         trained = [weight for weight in weights if weight.requires_grad and not hasattr(weight, "ds_id")]
         return cls(trained) if trained else None
 
-    def taking(self, x: torch.Tensor, weight: torch.Tensor) -> Leave | None:
+    def taking(self, x: torch.Tensor, weight: torch.Tensor) -> Defer | None:
         """Return what takes the gradient of `weight` in its product with x; None: autograd computes it."""
         if not (self.is_awaited and torch.is_grad_enabled() and x.requires_grad):
             return None
@@ -55,7 +55,7 @@ class OverlappedGradients:
         return None
 
     def compute(self) -> list[torch.Tensor | None]:
-        """Return the gradients of all weights that were left since the last call; None for a weight without one."""
+        """Return the gradients of all weights that were deferred since the last call; None for a weight without one."""
         return [_total(computations) for computations in self._left]
 
 

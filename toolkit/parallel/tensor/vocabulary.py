@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit.parallel.linear_product import TakesGradients, multiply
+from toolkit.parallel.loss import IGNORE
 from toolkit.parallel.shard import Shard, is_marked, mark, source_of
 from toolkit.parallel.tensor.collectives import Group, copy_to_tensor_ranks, reduce_from_tensor_ranks
 from toolkit.parallel.tensor.overlapped_gradients import OverlappedGradients
@@ -71,13 +72,13 @@ class VocabParallelHead(nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits."""
-        leave = None if self.split is None else self.split.taking(hidden, self.weight)
-        if leave is not None:
-            return multiply(copy_to_tensor_ranks(hidden, self.group), self.weight, self.bias, leave=leave)
+        defer = None if self.split is None else self.split.taking(hidden, self.weight)
+        if defer is not None:
+            return multiply(copy_to_tensor_ranks(hidden, self.group), self.weight, self.bias, defer=defer)
         later = OverlappedGradients.of(hidden, (self.weight,), self.group)
         hidden = copy_to_tensor_ranks(hidden, self.group, later)
-        leave = None if later is None else later.taking(hidden, self.weight)
-        return multiply(hidden, self.weight, self.bias, leave=leave)
+        defer = None if later is None else later.taking(hidden, self.weight)
+        return multiply(hidden, self.weight, self.bias, defer=defer)
 
 
 def shard_embedding(embedding: nn.Embedding, name: str, group: Group, *, is_idle: bool = False) -> None:
@@ -133,7 +134,7 @@ def vocab_parallel_token_loss_sum(
     shard: VocabularyShard,
     group: Group,
     *,
-    ignore: int = -100,
+    ignore: int = IGNORE,
     by_sample: bool = False,
 ) -> torch.Tensor:
     """Sum the token losses in nats, fp32, the same on every rank and equal to `token_loss_sum` of the full logits; with
@@ -148,7 +149,7 @@ def vocab_parallel_token_loss_sum(
 
 
 def vocab_parallel_token_losses(
-    logits: torch.Tensor, labels: torch.Tensor, shard: VocabularyShard, group: Group, *, ignore: int = -100
+    logits: torch.Tensor, labels: torch.Tensor, shard: VocabularyShard, group: Group, *, ignore: int = IGNORE
 ) -> torch.Tensor:
     """Return the loss of each token, [b, s]; arguments and ranks as of `vocab_parallel_token_loss_sum`."""
     losses: torch.Tensor = _TokenLossSum.apply(logits.flatten(0, -2), labels.flatten(), shard, group, ignore, False)
@@ -171,7 +172,7 @@ class _TokenLossSum(torch.autograd.Function):
         scores = logits.float()  # [n, V/t], n = b*s
         if shard.real_rows < shard.rows:
             scores = scores.clone() if scores is logits else scores
-            scores[:, shard.real_rows :] = float("-inf")
+            mask_padding(scores, shard)
         # The largest score keeps exp() in range; it cancels in the loss, so it needs no gradient.
         largest = scores.amax(dim=-1) if shard.real_rows else scores.new_full((scores.shape[0],), float("-inf"))
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -201,6 +202,12 @@ class _TokenLossSum(torch.autograd.Function):
         gradient[torch.arange(targets.shape[0], device=targets.device), columns] -= here.to(gradient.dtype)
         gradient *= ((targets != ctx.ignore) * gradients[0]).unsqueeze(-1)
         return gradient.to(ctx.dtype), None, None, None, None, None
+
+
+def mask_padding(logits: torch.Tensor, shard: VocabularyShard) -> None:
+    """Exclude the rows that are padding from a softmax over logits [n, V/t], which are changed in place."""
+    if shard.real_rows < shard.rows:
+        logits[:, shard.real_rows :] = float("-inf")
 
 
 def columns_of(targets: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
