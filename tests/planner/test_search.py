@@ -15,6 +15,7 @@ from toolkit.estimate.recorded.recording import RankPass
 from toolkit.estimate.trainable import Trainable
 from toolkit.hardware import gpu
 from toolkit.models.shape import local_config
+from toolkit.planner.auto.ranks import cluster_named
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.costs import cost_of
 from toolkit.planner.execution import Execution
@@ -261,3 +262,12 @@ def test_costs_are_gpu_hours_times_what_they_take() -> None:
     assert cost.usd == pytest.approx(16.0)
     assert cost.kwh == pytest.approx(8 * 0.7 * 1.9)
     assert cost.kg_co2 == pytest.approx(cost.kwh / 2)
+
+
+def test_energy_without_carbon_is_a_figure_and_energy_that_nobody_knows_is_none() -> None:
+    asked = request("gpt2", gpus=8, batch=64, seq_len=512)
+    step = asked.step(Layout(dp=8, zero_stage=1), Batch(global_batch_size=64, micro_batch_size=2, dp=8))
+    assert cost_of(step, asked.gpu, tokens=1e9, carbon=0.0).kg_co2 == 0.0
+    cpu, _ = cluster_named("cpu", 2)
+    cost = cost_of(step, cpu.gpu, tokens=1e9)
+    assert (cost.kwh, cost.kg_co2) == (None, None)

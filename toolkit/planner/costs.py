@@ -12,7 +12,7 @@ from toolkit.planner.step_time import StepTime
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Cost of a whole training run that never stops."""
+    """Cost of a whole training run that is never interrupted."""
 
     days: float
     usd: float | None
@@ -29,12 +29,14 @@ def cost_of(
     facts = _facts()
     hours = tokens / step.tokens * step.seconds / 3600
     rate = facts["usd_per_gpu_hour"].get(gpu.name) if price is None else price
-    kwh = hours * step.gpus * gpu.watts * facts["node_power"] / 1000
+    kwh = None
+    if gpu.watts > 0:
+        kwh = hours * step.gpus * gpu.watts * facts["node_power"] / 1000
     return Cost(
         days=hours / 24,
         usd=None if rate is None else hours * step.gpus * rate,
-        kwh=kwh or None,
-        kg_co2=kwh * (facts["kg_co2_per_kwh"] if carbon is None else carbon) or None,
+        kwh=kwh,
+        kg_co2=None if kwh is None else kwh * (facts["kg_co2_per_kwh"] if carbon is None else carbon),
     )
 
 
