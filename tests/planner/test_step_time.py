@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from training_setups import changed, model_of, step_request
@@ -23,7 +24,7 @@ from toolkit.models.weights import head_matmul_parameters, layer_matmul_paramete
 from toolkit.planner.bubble import bubble_seconds
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.collectives import LINK_SHARE, RankGroup, all_gather, all_reduce, group
-from toolkit.planner.data_parallel_time import data_seconds
+from toolkit.planner.data_parallel_time import data_seconds, offload_seconds
 from toolkit.planner.execution import Execution, profiles
 from toolkit.planner.kernels import matmul_seconds
 from toolkit.planner.layer_time import RankWork, attention_products, mlp_products
@@ -466,3 +467,57 @@ def test_passes_without_gradients_take_the_forward_pass_each() -> None:
     assert three.reference == 2 * once.forward
     assert 0.2 < once.forward / once.compute < 0.5
     assert three.seconds == pytest.approx(once.seconds + three.reference)
+
+
+def test_gradients_of_weights_take_no_more_than_the_backward_pass_that_reaches_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[ScheduleCosts] = []
+
+    def waiting(_: object, costs: ScheduleCosts) -> float:
+        seen.append(costs)
+        return 0.0
+
+    monkeypatch.setattr("toolkit.planner.step_time.waiting_seconds", waiting)
+    late = Trained.of(parameters(config_text(find_config("llama-3-8b") or {}), "*.31.*"), dropout=False)
+    predict_step(replace(setup("pp4-zbh1"), trained=late))
+    (costs,) = seen
+    assert min(costs.backward) > 0
+
+
+def test_attention_is_recomputed_in_the_layers_that_the_backward_pass_reaches() -> None:
+    late = Trained.of(parameters(config_text(find_config("llama-3-8b") or {}), "*.31.*"), dropout=False)
+    one = setup("dp8-z1")
+    one = changed(one, layout=replace(one.layout, recompute="selective"))
+    all_train = predict_step(one).recompute
+    assert predict_step(replace(one, trained=late)).recompute == pytest.approx(all_train / 32)
+
+
+def test_ends_on_one_rank_reduce_no_tied_embeddings() -> None:
+    assert data_seconds(setup("pp4-zbv", "gpt2"), 0.0, 0.0) == 0.0
+    assert data_seconds(setup("pp4-zbh1", "gpt2"), 0.0, 0.0) > 0.0
+
+
+def test_half_of_the_messages_of_a_step_are_of_its_forward_pass() -> None:
+    asked = setup("pp4", cluster=replace(CLUSTER, cores=2, slowdown=1.0))
+    slow = replace(asked, cluster=replace(asked.cluster, send_seconds=1.0))
+    step, slower = predict_step(asked), predict_step(slow)
+    assert slower.pipeline > step.pipeline
+    assert slower.forward - step.forward == pytest.approx((slower.pipeline - step.pipeline) / 2)
+
+
+def test_products_in_fp32_write_four_bytes_an_element() -> None:
+    kind = gpu("A100-80")
+    seconds = matmul_seconds(kind, 16384, 16384, 1, "fp32")
+    assert seconds > 4 * 16384**2 / kind.memory_bytes_per_second
+
+
+@pytest.mark.parametrize("layout", [{"offload_optimizer": "cpu"}, {"offload_params": "cpu"}])
+def test_weights_in_fp32_take_twice_as_long_to_come_from_the_host(layout: dict[str, Any]) -> None:
+    one = setup("dp8-z3")
+    one = changed(one, layout=replace(one.layout, **layout))
+    link = one.cluster.host_bytes_per_second
+    in_fp32 = replace(one, execution=Execution(precision="fp32"))
+    added = offload_seconds(in_fp32, 1e9) - offload_seconds(one, 1e9)
+    copies = 1 if "offload_optimizer" in layout else 1 + 2 * one.setup.accumulation
+    assert added == pytest.approx(2 * copies * one.parameters / one.replicas / link)

@@ -106,7 +106,7 @@ def _tied(request: StepRequest) -> float:
     shape = request.shape
     layout = request.layout
     execution = request.execution
-    if layout.pp == 1 or not shape.tied:
+    if not shape.tied or layout.stage_ranks[0] == layout.stage_ranks[-1]:
         return 0.0
     together = request.gpus <= request.cluster.gpus_per_node
     ranks = collectives.RankGroup(local=2, nodes=1) if together else collectives.RankGroup(local=1, nodes=2)
@@ -228,7 +228,8 @@ def offload_seconds(request: StepRequest, backward: float) -> float:
         return 0.0
     share, _ = _owned(request)
     link = cluster.host_bytes_per_second
-    seconds = share * 2 / link + offload_overhead(request)
+    size = request.execution.activation_bytes
+    seconds = share * size / link + offload_overhead(request)
     if layout.offload_optimizer != "none":
         # A CPU's rank has no other memory than its host's.
         rate = MEMORY_SHARE * cluster.gpu.memory_bytes_per_second if cluster.cores else CPU_BYTES_PER_SECOND
@@ -238,9 +239,9 @@ def offload_seconds(request: StepRequest, backward: float) -> float:
             seconds += request.setup.accumulation * max(0.0, share * 8 / link - backward)
     if layout.offload_params != "none":
         weights = sum(numel / ranks.size for _, numel, ranks in _owners(request))
-        seconds += 2 * request.setup.accumulation * weights * 2 / link
+        seconds += 2 * request.setup.accumulation * weights * size / link
         if layout.offload_params == "nvme":
-            seconds += (2 * request.setup.accumulation + 1) * weights * 2 / NVME_BYTES_PER_SECOND
+            seconds += (2 * request.setup.accumulation + 1) * weights * size / NVME_BYTES_PER_SECOND
     if layout.offload_optimizer == "nvme":
         seconds += share * 32 / NVME_BYTES_PER_SECOND
     return seconds

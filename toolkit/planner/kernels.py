@@ -38,7 +38,8 @@ def matmul_seconds(gpu: Gpu, m: int, n: int, k: int, precision: MatmulPrecision,
     peak = gpu.peak_flops(precision) or gpu.fp32_flops
     rate = peak * SUSTAINED[gpu.watts >= 500] * fraction(gpu, precision) / gpu.multiprocessors
     size = {"fp32": 4, "tf32": 4, "fp8": 1, "fp4": 0.5}.get(precision, 2)
-    streamed = groups * (size * (m * k + k * n) + 2 * m * n) / (MEMORY_SHARE * gpu.memory_bytes_per_second)
+    written = max(2, size)
+    streamed = groups * (size * (m * k + k * n) + written * m * n) / (MEMORY_SHARE * gpu.memory_bytes_per_second)
     best = float("inf")
     for rows, columns, share in _TILES:
         tiles = groups * -(-m // rows) * -(-n // columns)

@@ -163,7 +163,7 @@ def predict_step(request: StepRequest) -> StepTime:
     tokens = request.setup.global_batch_size * request.setup.seq_len
     count = train_flops_per_token if trained is None else trained.flops_per_token
     flops = count(shape, request.setup.seq_len)
-    passed = m * forward + forward_share * waiting + pipeline / 2
+    passed = m * forward + forward_share * waiting + ranks_per_core * pipeline / 2
     return StepTime(
         compute=m * limiting.compute,
         recompute=m * limiting.recompute,
@@ -309,7 +309,7 @@ def _layer(request: StepRequest, recompute: Recompute) -> _Stage:
     backward_tensor = reached * backward_tensor
     again = 0.0
     if recompute == "selective":
-        again = attention_seconds(gpu, request.shape, work, execution).forward
+        again = reached * attention_seconds(gpu, request.shape, work, execution).forward
     elif recompute == "full":
         again = once.forward
     if request.layout.tiled_mlp:
@@ -340,7 +340,7 @@ def _layer(request: StepRequest, recompute: Recompute) -> _Stage:
         context=context.forward * times + context.backward,
         expert=exchange * (times + reached),
         backward=busy_backward + idle_backward + accumulated,
-        weight=weight_gradient_seconds(gpu, request.shape, work, execution, request.trained) + accumulated,
+        weight=reached * weight_gradient_seconds(gpu, request.shape, work, execution, request.trained) + accumulated,
     )
 
 
