@@ -14,7 +14,7 @@ from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.memory_request import MemoryRequest
 from toolkit.estimate.model_facts import ModelFacts
-from toolkit.estimate.overhead import communicators, nccl_bytes
+from toolkit.estimate.overhead import communicators, nccl_bytes, workspace_bytes
 from toolkit.estimate.states import TorchStates
 from toolkit.hardware import gpu
 from toolkit.models.shape import find_config
@@ -193,6 +193,27 @@ def test_settings_that_are_not_modeled_are_refused():
 )
 def test_ranks_of_a_communicator_on_one_machine(layout: Layout, local: list[int]) -> None:
     assert communicators(layout) == local
+
+
+def test_experts_that_are_shared_out_have_communicators_of_their_own() -> None:
+    # The replicas, the ranks that share out experts, and those with the same experts: 4 apart.
+    assert communicators(Layout(dp=8, ep=4)) == [8, 4, 2]
+    assert communicators(Layout(dp=8, ep=8)) == [8, 8]
+
+
+def test_a_rack_that_links_join_is_one_machine_to_its_communicators() -> None:
+    assert communicators(Layout(dp=64), gpu("GB200").link_domain) == [64]
+    assert nccl_bytes(Layout(dp=64), gpu("GB200")) > nccl_bytes(Layout(dp=8), gpu("GB200"))
+
+
+@pytest.mark.parametrize("name", ["H100-80", "H200", "H800", "GH200-96", "B200", "B300", "GB200", "GB300"])
+def test_every_gpu_from_hopper_on_has_the_larger_workspaces(name: str) -> None:
+    assert workspace_bytes(gpu(name)) == 2 * 32 * 2**20
+
+
+@pytest.mark.parametrize("name", ["A100-80", "V100-SXM2-32", "L40S", "RTX5090", "MI300X"])
+def test_other_gpus_have_the_smaller_workspaces(name: str) -> None:
+    assert workspace_bytes(gpu(name)) == 2 * 8 * 2**20
 
 
 def test_hopper_communicators_of_more_than_two_gpus_need_nvls_buffers() -> None:

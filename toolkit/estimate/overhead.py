@@ -27,27 +27,42 @@ NCCL_CHANNEL_BYTES = _SIMPLE + _LL + _LL128
 """Buffers of one connection in one channel, for its three protocols (NCCL 2.2x, src/include/device.h and init.cc)."""
 NCCL_CHANNELS = {"nvlink": 16, "xgmi": 16, "pcie": 2, "memory": 0}
 """Channels of a ring. Known error: NCCL chooses them by topology, 2 to 32."""
-_GPUS_PER_NODE = 8
+_MOST_HEADS = 32
+"""GPUs of a communicator that reduce through a switch, at most (NCCL_MAX_NVLS_ARITY in NCCL's src/include/device.h)."""
 _NVLS_BYTES = 16 * 2 * 8 * 128 * 1024
-"""Bytes a GPU of a communicator in one machine, if a switch can reduce (Hopper and later, more than two GPUs): 16
-channels, two directions, 8 steps of 128 KiB (NCCL 2.22 to 2.30, src/transport/nvls.cc, ncclNvlsBufferSetup). Allocated
-at the first all-reduce. NCCL 2.18 to 2.20 took six times as much."""
+"""Bytes for each GPU of a communicator that NVLink joins, if a switch can reduce (from Hopper on, three GPUs or more):
+16 channels, two directions, 8 steps of 128 KiB (NCCL 2.22 to 2.30, src/transport/nvls.cc, ncclNvlsBufferSetup).
+Allocated at the first all-reduce. NCCL 2.18 to 2.20 took six times as much."""
+_FROM_HOPPER_ON = ("H100", "H200", "H800", "GH200", "B200", "B300", "GB200", "GB300")
+"""GPUs of compute capability 9 or 10, by the beginning of their names."""
 
 ALLOCATOR_MARGIN = 0.03
 """Share of the allocated bytes that PyTorch's allocator reserves besides: rounding and fragmentation. The median in
 logs of 2025; software of 2021 had 0.21."""
 
 
-def communicators(layout: Layout) -> list[int]:
-    """Return, for each NCCL communicator of a rank, the number of its ranks on the same machine, this rank included.
+def communicators(layout: Layout, link_domain: int = 8) -> list[int]:
+    """Return, for each NCCL communicator of a rank, the number of its ranks in one link domain, this rank included.
 
     There is one for the world, and one for each axis of several ranks that is not the whole world. Ranks of a tensor-
-    or sequence-parallel group are adjacent; those of other axes have the strides of `Layout.rank`.
+    or sequence-parallel group are adjacent; those of other axes have the strides of `Layout.rank`. Ranks that share out
+    experts have one, and so have those with the same experts.
     """
-    axes = [(layout.replicas, layout.tp * layout.ulysses), (layout.cp, layout.tp), (layout.tp, 1), (layout.ulysses, 1)]
-    axes = [(ranks, stride) for ranks, stride in [*axes, (layout.pp, layout.world_size // layout.pp)] if ranks > 1]
-    groups = [*axes, (layout.world_size, 1)] if len(axes) > 1 else axes
-    return [min(ranks, max(1, _GPUS_PER_NODE // stride)) for ranks, stride in groups]
+    width = layout.tp * layout.ulysses
+    axes = [
+        (layout.replicas, width),
+        (layout.cp, layout.tp),
+        (layout.tp, 1),
+        (layout.ulysses, 1),
+        (layout.pp, layout.world_size // layout.pp),
+    ]
+    groups = [(ranks, stride) for ranks, stride in axes if ranks > 1]
+    if len(groups) > 1:
+        groups.append((layout.world_size, 1))
+    if layout.ep > 1:
+        of_experts = [(layout.ep, width), (layout.replicas // layout.ep, width * layout.ep)]
+        groups += [(ranks, stride) for ranks, stride in of_experts if ranks > 1]
+    return [min(ranks, max(1, link_domain // stride)) for ranks, stride in groups]
 
 
 def workspace_bytes(gpu: Gpu) -> int:
@@ -57,16 +72,18 @@ def workspace_bytes(gpu: Gpu) -> int:
 
 def nccl_bytes(layout: Layout, gpu: Gpu) -> int:
     """Bytes of the buffers of all communicators of a rank."""
-    return sum(
-        NCCL_CHANNELS[gpu.link] * NCCL_CHANNEL_BYTES
-        + (_NVLS_BYTES * local_ranks if is_hopper(gpu) and gpu.link == "nvlink" and local_ranks > 2 else 0)
-        for local_ranks in communicators(layout)
-    )
+    has_switch = is_hopper(gpu) and gpu.link == "nvlink"
+    total = 0
+    for local_ranks in communicators(layout, gpu.link_domain):
+        total += NCCL_CHANNELS[gpu.link] * NCCL_CHANNEL_BYTES
+        if has_switch and local_ranks > 2:
+            total += _NVLS_BYTES * min(local_ranks, _MOST_HEADS)
+    return total
 
 
 def is_hopper(gpu: Gpu) -> bool:
-    """Whether the GPU is of the Hopper generation or later."""
-    return gpu.name.startswith(("H100", "H200", "B200"))
+    """Whether the GPU is a Hopper or a Blackwell of a data center, for which PyTorch and NCCL take larger buffers."""
+    return gpu.name.startswith(_FROM_HOPPER_ON)
 
 
 def beside(
