@@ -43,6 +43,10 @@ MANY_EXPERTS = tiny_config("dbrx", vocab_size=321)
 MANY_EXPERTS.ffn_config.moe_num_experts = 32  # ranks have tokens for other experts
 MANY_EXPERTS.ffn_config.moe_top_k = 1
 CONFIGS["a module called for each expert"] = MANY_EXPERTS
+# Its experts call an activation, or an identity, each time that one of them has tokens.
+CONFIGS["an activation called for each expert"] = tiny_config(
+    "longcat_flash", vocab_size=321, n_routed_experts=32, zero_expert_num=8, moe_topk=2
+)
 MakeRecipe = Callable[..., Recipe]
 Ranks = Callable[..., list[Any]]
 
@@ -62,6 +66,7 @@ Ranks = Callable[..., list[Any]]
         ("an MLP's output changed in place", "dp2-z3-tiled"),
         ("embeddings changed in place", "pp2-z0-recompute"),
         ("a module called for each expert", "dp2-z3"),
+        ("an activation called for each expert", "dp2-z3"),
     ],
 )
 def test_every_layout_trains_what_one_process_trains(

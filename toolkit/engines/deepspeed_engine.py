@@ -238,7 +238,7 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
         dist.all_reduce(values, group=None if self.partition is None else self.partition.groups.data)
 
 
-_CALLED_FOR_EACH_EXPERT = ("DbrxExperts",)
+_CALLED_FOR_EACH_EXPERT = ("DbrxExperts", "LongcatFlashExperts", "Step3p7Experts")
 """Classes that call a module once for each expert that has tokens, so on some ranks more often than on others.
 
 ZeRO-3 gathers where a module is called, so ranks would wait for different collectives. As a unit it is gathered once.
