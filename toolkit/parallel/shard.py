@@ -128,7 +128,8 @@ def mark(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
     parameter.shard = shard  # type: ignore[attr-defined]
     # DeepSpeed counts a parameter on every model-parallel rank on which it is marked, and always on rank 0.
     counted = shard.is_split and shard.owner
-    parameter.tensor_model_parallel = parameter.model_parallel = counted  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = counted  # type: ignore[attr-defined]
+    parameter.model_parallel = counted  # type: ignore[attr-defined]
     return parameter
 
 

@@ -17,7 +17,8 @@ Curve = Mapping[str, Any]
 _MOST_TOLERANCES = 3
 _MANY = 12
 _FALLBACK_TOLERANCE = 1e-6
-_DECADES_WITHIN = _DECADES_BEYOND = 4
+_DECADES_WITHIN = 4
+_DECADES_BEYOND = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +129,8 @@ def _differences(comparison: Curve, field: str, bound: str, *, files: str, noun:
     if marks:
         caption += " A ring marks the first step beyond it."
     if reruns:
-        caption += (
-            f" Gray: {names} again, rounding differently ({english_list([*{r['label']: 0 for r, _ in reruns}])})."
-        )
+        labels = dict.fromkeys(rerun["label"] for rerun, _ in reruns)
+        caption += f" Gray: {names} again, rounding differently ({english_list(list(labels))})."
     largest = f" Strategies that are the same differ by {difference(max(spans))} at most." if spans else ""
     return Chart(
         name=files,

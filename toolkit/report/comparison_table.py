@@ -16,8 +16,10 @@ from toolkit.units import english_list
 
 _STYLE = {"same": "green", "cannot tell": "bold yellow", "differs": "bold red", "failed": "bold red"}
 _NUMBER_WIDTH = len("1.2e-07")
-_GAP, _EDGE = 3, 1
-"""Spaces between two columns, and outside of them."""
+_GAP = 3
+"""Spaces between two columns."""
+_EDGE = 1
+"""Spaces on both sides of the table."""
 _NUMBERS = ("loss", "grad norm", "weights", "gradient")
 
 
@@ -32,7 +34,8 @@ def print_comparison(comparison: Comparison, *, seconds: float) -> None:
         bounds = baseline.bounds
         curve = baseline.run.curve
         last = len(curve) - 1
-        (loss, norm), (last_loss, last_norm) = bounds.curve.at(0), bounds.curve.at(last)
+        loss, norm = bounds.curve.at(0)
+        last_loss, last_norm = bounds.curve.at(last)
         allowed = f"loss {loss:.1e} in step {curve.step(1)} to {last_loss:.1e} in step {curve.step(last + 1)}"
         if curve.grad_norms:
             allowed += f", grad norm {norm:.1e} to {last_norm:.1e}"

@@ -44,7 +44,8 @@ class PlanPicture:
         self.height = height
         self._gpu = gpu.name
         self.kind = "wide" if width >= 480 else "narrow"
-        self._limit = limit = gpu.memory_bytes / 2**30
+        limit = gpu.memory_bytes / 2**30
+        self._limit = limit
         self.drawn = [point for point in points if point.gib <= _BEYOND * limit]
         self._frontier = [point for point in self.drawn if point.is_frontier]
         self.y = linear_axis((point.speed for point in self.drawn), numbers="count", from_zero=True)

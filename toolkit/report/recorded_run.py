@@ -155,9 +155,11 @@ class RecordedRun:
 def read_runs(names: Sequence[str], *, gpu: hardware.Gpu | None = None) -> list[RecordedRun]:
     """Read runs under distinct labels. Raises ReportError if one of them cannot be read."""
     paths = [_metrics(name) for name in names]
-    twice = [names[i] for i, path in enumerate(paths) if path.resolve() in {other.resolve() for other in paths[:i]}]
-    if twice:
-        raise ReportError(f"{twice[0]}: this run is given twice. Give each run once.")
+    earlier: set[Path] = set()
+    for name, path in zip(names, paths, strict=True):
+        if path.resolve() in earlier:
+            raise ReportError(f"{name}: this run is given twice. Give each run once.")
+        earlier.add(path.resolve())
     short = [path.resolve().parent.name if path.name == "metrics.jsonl" else path.stem for path in paths]
     unique = len(set(short)) == len(short)
     return [

@@ -17,12 +17,16 @@ from toolkit.files import read_json_object
 
 COMMUNICATION = ("tensor", "context", "expert", "pipeline", "data", "sequence", "world")
 TERMS = ("compute", *COMMUNICATION, "optimizer", "copies", "idle")
-FOLDER, TERMS_FILE = "profile", "terms.json"
-"""The folder of traces in a run directory, and the file of terms in it."""
+FOLDER = "profile"
+"""The folder of traces in a run directory."""
+TERMS_FILE = "terms.json"
+"""The file of terms in it."""
 ALL = "all "
 """Prefix of the name of a kind of communication: all of it, hidden or not."""
-PHASE, GROUP = "phase ", "group "
-"""Prefixes of ranges in a trace: a phase of the step, and a collective of the group of that name."""
+PHASE = "phase "
+"""Prefix of a range in a trace that is a phase of the step."""
+GROUP = "group "
+"""Prefix of a range in a trace that is a collective of the group of that name."""
 
 Intervals = NDArray[np.float64]
 """[n, 2]: begin and end, in microseconds."""

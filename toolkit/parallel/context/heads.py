@@ -52,7 +52,8 @@ class _Exchanged(torch.autograd.Function):
 
 
 def _exchange(tensor: Tensor, group: dist.ProcessGroup, *, splits_heads: bool) -> Tensor:
-    split, joined = (1, 2) if splits_heads else (2, 1)
+    split = 1 if splits_heads else 2
+    joined = 2 if splits_heads else 1
     sent = torch.stack(tensor.chunk(group.size(), dim=split))  # [u, b, ...]
     arrived = torch.empty_like(sent)
     dist.all_to_all_single(arrived, sent, group=group)

@@ -40,8 +40,13 @@ class Tile:
         if self.offset is None:
             return queries * keys
         first = -self.window if self.window is not None else -keys - queries
-        ends = (min(keys, i + self.offset + 1) for i in range(queries))
-        return sum(max(0, end - max(0, i + self.offset + 1 + first)) for i, end in enumerate(ends))
+        pairs = 0
+        for query in range(queries):
+            behind = query + self.offset + 1
+            end = min(keys, behind)
+            start = max(0, behind + first)
+            pairs += max(0, end - start)
+        return pairs
 
 
 def zigzag(ranks: int, length: int) -> tuple[tuple[range, ...], ...]:

@@ -76,7 +76,8 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         """
         parameter.ds_pipe_replicated = shard_of(parameter).name in self._shared and self._groups.coordinate.pipe != 0
         counted = is_counted(parameter, on_first_tensor_rank=self._groups.is_first_of_tensor)
-        parameter.model_parallel = parameter.tensor_model_parallel = counted
+        parameter.model_parallel = counted
+        parameter.tensor_model_parallel = counted
 
 
 @dataclass(frozen=True)

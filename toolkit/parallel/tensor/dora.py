@@ -36,7 +36,8 @@ class DoraMagnitude(nn.Module):
             magnitude = self.parts[-1]
             if isinstance(layer, ColumnParallelLinear):
                 shard = shard_of(layer.weight)
-                whole = (shard.shape[shard.dim or 0],)
+                assert shard.dim is not None
+                whole = (shard.shape[shard.dim],)
                 mark(magnitude, Shard(name=name, shape=whole, dim=0, pieces=shard.pieces, owner=shard.owner))
                 layer.sum_over_sharers(magnitude)
             elif isinstance(layer, RowParallelLinear):
