@@ -18,7 +18,9 @@ _IMPLIED = (
     *("mla_kv_a_proj", "embedding_rowwise", "embedding_colwise"),
 )
 """Styles that follow from the others here: parameters in a region are always summed, vocabularies always sharded."""
-STYLES = (COLUMN, ROW, GATHERED_COLUMN, SPLIT_ROW, PACKED_COLUMN, *_IMPLIED)
+SHARDING = (COLUMN, ROW, GATHERED_COLUMN, SPLIT_ROW, PACKED_COLUMN)
+"""Styles that shard a linear layer."""
+STYLES = (*SHARDING, *_IMPLIED)
 GATHERING = {COLUMN: GATHERED_COLUMN, ROW: SPLIT_ROW}
 """A style -> its form in a block that gathers its columns."""
 

@@ -157,7 +157,7 @@ class TensorParallelizer:
         Raises ModelError for a module that is no linear layer.
         """
         for path, style in self.plan.styles.items():
-            if style not in tp.STYLES[:5] or not _has(layer, path):
+            if style not in tp.SHARDING or not _has(layer, path):
                 continue
             whole = layer.get_submodule(path)
             whole = getattr(whole, "base_layer", whole)
