@@ -74,11 +74,12 @@ def _swap(pairs: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
 
 def keep_heaviest(index: torch.Tensor, weights: torch.Tensor, count: int, capacity: int) -> torch.Tensor:
     """Return whether each pair [t, k] is kept: of each expert the `capacity` heaviest; of equal ones the first."""
-    flat = index.flatten()
+    expert_of_pair = index.flatten()
     places = torch.arange(index.numel(), device=index.device)
     by_weight = torch.sort(weights.flatten(), descending=True, stable=True).indices
-    experts, order = torch.sort(flat[by_weight], stable=True)
-    starts = torch.searchsorted(experts, torch.arange(count, device=index.device, dtype=experts.dtype))
-    is_kept = torch.empty_like(flat, dtype=torch.bool)
-    is_kept[by_weight[order]] = places - starts[experts] < capacity
+    # Sorted by expert, and the pairs of each one by weight: `by_weight[order]` are their numbers.
+    experts, order = torch.sort(expert_of_pair[by_weight], stable=True)
+    first_places = torch.searchsorted(experts, torch.arange(count, device=index.device, dtype=experts.dtype))
+    is_kept = torch.empty_like(expert_of_pair, dtype=torch.bool)
+    is_kept[by_weight[order]] = places - first_places[experts] < capacity
     return is_kept.view(index.shape)

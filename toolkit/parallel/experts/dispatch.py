@@ -88,20 +88,21 @@ class ShardedExperts(nn.Module):
         return result if bias is None else result + bias.to(result.dtype)
 
     def _sorted(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (order of the rows, their expert among those of this lane [t k], rows for each of these [n, e]).
+        """Return (order of the rows, their expert among those counted here [t k], rows for each of these [n, e]).
 
-        A lane: the tensor-parallel ranks of this number on all expert-parallel ranks. Rows of other lanes come last.
+        Counted are the experts of the tensor-parallel ranks of this number on all expert-parallel ranks. Rows for
+        others come last.
         """
         local = self.num_experts
         ranks = self.expert.size()
         group = self.region.group
         if self.kept_pairs is not None:  # dropped pairs get the number after the last expert
-            lanes = group.size() if self.is_whole else 1
-            experts = experts.masked_fill(~self.kept_pairs.flatten(), local * ranks * lanes)
+            expert_shards = group.size() if self.is_whole else 1
+            experts = experts.masked_fill(~self.kept_pairs.flatten(), local * ranks * expert_shards)
         if self.is_whole and group.size() > 1:
             owner = experts // local
-            within_lane = (owner // group.size()) * local + experts % local
-            experts = within_lane.masked_fill(owner % group.size() != group.rank(), local * ranks)
+            counted_here = (owner // group.size()) * local + experts % local
+            experts = counted_here.masked_fill(owner % group.size() != group.rank(), local * ranks)
         ids, order = torch.sort(experts, stable=True)
         # Counted without a synchronization, unlike bincount.
         bounds = torch.searchsorted(ids, torch.arange(local * ranks + 1, device=ids.device, dtype=ids.dtype))

@@ -47,7 +47,7 @@ class ExpertSharder:
         self.sequence_parallel = sequence_parallel
         self.zero3 = zero3
         self.overlaps = overlaps
-        self.lanes = 1 if inner else tensor.size()
+        self.expert_shards = 1 if inner else tensor.size()
         self._check(model)
 
     @classmethod
@@ -78,7 +78,7 @@ class ExpertSharder:
             raise LayoutError.between((("parallel.ep", ep), ("model_type", family)), reason, ("parallel.ep", 1))
         for experts in modules:
             count = int(experts.num_experts)
-            ranks = ep * self.lanes
+            ranks = ep * self.expert_shards
             strange = [name for name, p in experts.named_parameters() if "." in name or p.shape[0] != count]
             sizes = (("parallel.ep", ep), ("parallel.tp", tp), ("model_type", family))
             if strange:
@@ -100,14 +100,14 @@ class ExpertSharder:
                     overlap_shared_expert(layer.get_submodule(path.rpartition(".")[0]), experts)
 
     def _shard(self, experts: Any, name: str) -> None:
-        local = experts.num_experts // (self.expert.size() * self.lanes)
+        local = experts.num_experts // (self.expert.size() * self.expert_shards)
         for key, parameter in list(experts.named_parameters(recurse=False)):
             shape = tuple(parameter.shape)
             if self.inner:
                 dim, pieces = self._inner_pieces(experts, key, shape)
             else:
                 dim = 0
-                pieces = (((self.expert.rank() * self.lanes + self.tensor.rank()) * local, local),)
+                pieces = (((self.expert.rank() * self.expert_shards + self.tensor.rank()) * local, local),)
             shard = Shard(
                 name=f"{name}.{key}", shape=shape, dim=dim, pieces=pieces, over_experts=self.expert.size() > 1
             )
