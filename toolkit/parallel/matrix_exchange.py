@@ -200,6 +200,24 @@ def _assign(shapes: Mapping[Matrix, Sequence[int]], ranks: int) -> dict[Matrix, 
 def _rounds(
     held: Sequence[Sequence[Fragment]], owners: Mapping[Matrix, int], shapes: Mapping[Matrix, Sequence[int]], rank: int
 ) -> list[_Round]:
+    """Return what `rank` exchanges in each round."""
+    turns = _turns(owners, shapes)
+    holders = _holders_of_fragments(held)
+    rounds = [_Round() for _ in range(1 + max(turns.values(), default=-1))]
+    # All ranks go through the same fragments in the same order, so a sender and its receiver agree on theirs.
+    for holder, fragments in enumerate(held):
+        for fragment in sorted(fragments, key=_order):
+            owner = owners[fragment.matrix]
+            is_lender = holder == _lender(holders[fragment.identity], owner)
+            _note_exchange(rounds[turns[fragment.matrix]], fragment, holder, owner, rank, is_lender=is_lender)
+    for turn in rounds:
+        for exchanged in (turn.lent, turn.borrowed, turn.returned, turn.updated):
+            exchanged.sort(key=lambda pair: pair[0])  # stable
+    return rounds
+
+
+def _turns(owners: Mapping[Matrix, int], shapes: Mapping[Matrix, Sequence[int]]) -> dict[Matrix, int]:
+    """Return the round in which each matrix is updated: an owner has UPDATE_CHUNK_ELEMENTS in one, or one matrix."""
     turns: dict[Matrix, int] = {}
     filled: dict[int, tuple[int, int]] = {}
     for matrix, owner in owners.items():
@@ -210,30 +228,33 @@ def _rounds(
             elements = 0
         turns[matrix] = index
         filled[owner] = index, elements + size
+    return turns
+
+
+def _holders_of_fragments(held: Sequence[Sequence[Fragment]]) -> dict[tuple[object, ...], list[int]]:
+    """Return the ranks that hold the same elements, by the identity of the fragment."""
     holders: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for holder, fragments in enumerate(held):
         for fragment in fragments:
             holders[fragment.identity].append(holder)
-    rounds = [_Round() for _ in range(1 + max(turns.values(), default=-1))]
-    # All ranks go through the same fragments in the same order, so a sender and its receiver agree on theirs.
-    for holder, fragments in enumerate(held):
-        for fragment in sorted(fragments, key=_order):
-            owner = owners[fragment.matrix]
-            turn = rounds[turns[fragment.matrix]]
-            same_elements = holders[fragment.identity]
-            lender = owner if owner in same_elements else same_elements[owner % len(same_elements)]
-            if holder == lender and rank == holder:
-                turn.lent.append((owner, fragment))
-            if holder == lender and rank == owner:
-                turn.borrowed.append((holder, fragment))
-            if rank == owner:
-                turn.returned.append((holder, fragment))
-            if rank == holder:
-                turn.updated.append((owner, fragment))
-    for turn in rounds:
-        for exchanged in (turn.lent, turn.borrowed, turn.returned, turn.updated):
-            exchanged.sort(key=lambda pair: pair[0])  # stable
-    return rounds
+    return holders
+
+
+def _lender(holders: Sequence[int], owner: int) -> int:
+    """Return the rank that sends a fragment to the owner of its matrix: the owner itself where it has the fragment."""
+    return owner if owner in holders else holders[owner % len(holders)]
+
+
+def _note_exchange(turn: _Round, fragment: Fragment, holder: int, owner: int, rank: int, *, is_lender: bool) -> None:
+    """Note in a round of `rank` what it does with a fragment of `holder`, whose matrix `owner` updates."""
+    if is_lender and rank == holder:
+        turn.lent.append((owner, fragment))
+    if is_lender and rank == owner:
+        turn.borrowed.append((holder, fragment))
+    if rank == owner:
+        turn.returned.append((holder, fragment))
+    if rank == holder:
+        turn.updated.append((owner, fragment))
 
 
 def _order(fragment: Fragment) -> tuple[object, ...]:
