@@ -6,6 +6,8 @@ from functools import partial
 from statistics import median
 from typing import TypeVar
 
+from toolkit.config.layout import Layout
+from toolkit.config.recipe import Recipe
 from toolkit.errors import ToolkitError
 from toolkit.planner.calibration.file import stored
 from toolkit.planner.cluster import Cluster
@@ -155,9 +157,12 @@ def estimated_bytes(run: RecordedRun) -> int | None:
     """The estimated peak of PyTorch's allocations on rank 0, which the metrics record; None if unknown."""
     if run.recipe is None or run.layout is None or run.shape is None or run.gpu is None:
         return None
-    batch = partial(run.recipe.resolve_batch, run.layout)
-    estimate = _unless_it_fails(lambda: estimate_for_run(run.recipe, run.layout, batch())[0].allocated)
+    estimate = _unless_it_fails(partial(_first_rank_bytes, run.recipe, run.layout))
     return None if isinstance(estimate, str) else estimate
+
+
+def _first_rank_bytes(recipe: Recipe, layout: Layout) -> int:
+    return estimate_for_run(recipe, layout, recipe.resolve_batch(layout))[0].allocated
 
 
 def _unless_it_fails(model: Callable[[], T]) -> T | str:

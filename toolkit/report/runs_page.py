@@ -94,6 +94,10 @@ def figures(run: RecordedRun) -> dict[str, tuple[str, str]]:
     share = None if speed is None else run.mfu(speed)
     peak = max((step.memory_bytes for step in steps if step.memory_bytes is not None), default=None)
     seconds = sum(step.seconds for step in steps if math.isfinite(step.seconds))
+    utilization = (UNKNOWN, "")
+    if share is not None and run.gpu is not None:
+        digits = 1 if share >= 0.0995 else 2
+        utilization = (f"{share:.{digits}%}", f"of {run.gpu.name}")
     last = run.log.last
     total = f" of {run.recipe.train.steps}" if run.recipe is not None else ""
     return {
@@ -101,9 +105,7 @@ def figures(run: RecordedRun) -> dict[str, tuple[str, str]]:
         "loss": (f"{last.loss:.4f}" if math.isfinite(last.loss) else NOT_FINITE, f"at step {last.step}"),
         "held-out loss": (f"{best[0]:.4f}", f"best, at step {best[1]}") if best else (UNKNOWN, ""),
         "tokens/s": (UNKNOWN, "") if speed is None else (format_count(speed), "all ranks"),
-        "MFU": (UNKNOWN, "")
-        if share is None or run.gpu is None
-        else (f"{share:.1%}" if share >= 0.0995 else f"{share:.2%}", f"of {run.gpu.name}"),
+        "MFU": utilization,
         "peak memory": (UNKNOWN, "") if peak is None else (format_bytes(peak), "on rank 0"),
         "training time": (format_duration(seconds), f"{format_count(sum(step.tokens for step in steps))} tokens"),
     }
@@ -175,8 +177,8 @@ def run_events(run: RecordedRun) -> list[RunEvent]:
         for field, name in _NAMES.items()
         if (steps := [step.step for step in run.log.steps if field in step.not_finite and not step.skipped])
     ]
-    for reason, steps in _skipped_steps(run).items():
-        events.append(RunEvent("warning", f"update skipped ({reason})", ranges(sorted(steps))))
+    for reason, skipped in _skipped_steps(run).items():
+        events.append(RunEvent("warning", f"update skipped ({reason})", ranges(sorted(skipped))))
     for incident in run.incidents:
         if incident.to is not None:
             description = f"rolled back to step {incident.to}: {incident.reason}"
