@@ -149,7 +149,7 @@ def test_every_causal_lm_of_transformers_was_checked() -> None:
         ("glm_moe_dsa", "layer 1 receives more than the hidden state"),  # positions that an earlier layer chose
         ("xlm", "layer 1 does not take what layer 0 returned"),
         ("mllama", "its layers do not run once each in their order"),
-        ("blt", "it has not one list of decoder layers"),
+        ("blt", "it has no list of decoder layers"),
     ],
 )
 def test_what_is_no_chain_of_layers_is_refused_by_name(name: str, reason: str) -> None:
