@@ -36,7 +36,7 @@ class ParallelGroups:
         pipe = _new_groups(layout, "pipe", "pipeline")
         expert = _new_groups(layout, "expert", "expert")
         expert_data = _new_groups(layout, "expert_data", "data")
-        context = _new_groups(layout, "context", "context")
+        context = context_group(layout)
         return cls(
             layout=layout,
             rank=dist.get_rank(),

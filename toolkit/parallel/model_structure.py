@@ -174,10 +174,11 @@ class _Record:
             raise UnsupportedPipelineError(family, f"layer {self.side_input} receives more than the hidden state")
         lengths = {len(result) if isinstance(result, tuple | list) else None for _, _, result in self.calls}
         if len(lengths) > 1:
-            raise UnsupportedPipelineError(family, "some of its layers return a tensor and others tuples, or tuples of different lengths")
+            reason = "some of its layers return a tensor and others tuples, or tuples of different lengths"
+            raise UnsupportedPipelineError(family, reason)
         self.tuple_length = lengths.pop()
         for (_, _, result), (index, hidden, _) in zip(self.calls, self.calls[1:], strict=False):
-            if (result[0] if isinstance(result, tuple | list) else result) is not hidden:
+            if hidden_result(result) is not hidden:
                 raise UnsupportedPipelineError(family, f"layer {index} does not take what layer {index - 1} returned")
 
     def _note_call(self, name: str) -> Any:
@@ -237,6 +238,11 @@ def hidden_argument(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tor
     """The hidden state among the arguments of a layer or block: the first one, or the one of that name."""
     value: torch.Tensor = arguments[0] if arguments else keywords["hidden_states"]
     return value
+
+
+def hidden_result(result: Any) -> Any:
+    """The hidden state in what a layer returned: the first of several results, or the only one."""
+    return result[0] if isinstance(result, tuple | list) else result
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

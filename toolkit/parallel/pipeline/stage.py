@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.function import Function, FunctionCtx
 from transformers import PreTrainedModel
 
-from toolkit.parallel.model_structure import ModelStructure, hidden_argument
+from toolkit.parallel.model_structure import ModelStructure, hidden_argument, hidden_result
 from toolkit.parallel.packed_documents import documents_known
 from toolkit.parallel.tensor.vocabulary import VocabParallelEmbedding
 
@@ -298,7 +298,7 @@ def _end_with(layer: nn.Module) -> None:
 
     def call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         result = family.__call__(module, *arguments, **keywords)
-        raise StageExit(result[0] if isinstance(result, tuple | list) else result)
+        raise StageExit(hidden_result(result))
 
     layer.__class__ = type(f"{family.__name__}EndsStage", (family,), {"__call__": call})
 
