@@ -6,6 +6,7 @@ import pytest
 
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import Recipe
+from toolkit.errors import ConfigError
 from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.trainable import Trainable
 from toolkit.planner.run_memory import model_config, training_setup
@@ -40,3 +41,11 @@ def trained(model: dict[str, Any]) -> str:
 def test_what_trains_is_asked_of_the_estimate(model: dict[str, Any], wanted: str) -> None:
     assert trained(model) == wanted
     assert Trainable.parse(wanted or "all").text == wanted
+
+
+@pytest.mark.parametrize("option", ["fp32=false", "fp32=0", "4bit=true", "fp32="])
+def test_options_of_lora_that_are_neither_yes_nor_no_are_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match="4bit and fp32 are yes or no"):
+        Trainable.parse(f"lora:r=8,{option}")
+    assert not Trainable.parse("lora:r=8,fp32=no").in_fp32
+    assert Trainable.parse("lora:r=8,fp32=yes").in_fp32

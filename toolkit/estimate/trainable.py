@@ -19,6 +19,7 @@ _LORA: dict[str, Callable[[str], Any]] = {
     "4bit": str,
 }
 """LoRA's options. `alpha` is a factor, and memory does not depend on it; `fp32=no` is how `text` says `in_fp32`."""
+_YES_OR_NO = {"yes": True, "no": False}
 _IN_4_BITS = ",4bit=yes"
 """The end of the text of a QLoRA. Activations are recorded without it: those that are kept are the same."""
 
@@ -66,12 +67,15 @@ class Trainable:
             targets = read.get("targets", "all-linear").split("+")
             if kind != "lora" or not 1 <= rank <= LARGEST_COUNT or not 0 <= dropout < 1 or "" in targets:
                 raise ValueError
-            in_4bit = {"yes": True, "no": False}[read.get("4bit", "no")]
+            in_4bit = _YES_OR_NO[read.get("4bit", "no")]
+            in_fp32 = _YES_OR_NO[read.get("fp32", "yes")]
         except (KeyError, ValueError):
-            reason = f"r is from 1 to {LARGEST_COUNT}, dropout from 0 to below 1, and targets are names joined by +"
+            reason = (
+                f"r is from 1 to {LARGEST_COUNT}, dropout from 0 to below 1, targets are names joined by +, "
+                "and 4bit and fp32 are yes or no"
+            )
             advice = "write all, lora:r=16,alpha=32,targets=q_proj+v_proj,dropout=0.05,4bit=yes or patterns of names"
             raise ConfigError.of("--trainable", text, reason, advice) from None
-        in_fp32 = read.get("fp32") != "no"
         return cls(rank=rank, targets=tuple(sorted({*targets})), dropout=dropout, in_fp32=in_fp32, in_4bit=in_4bit)
 
     @property
@@ -105,7 +109,6 @@ def without_4bit(text: str) -> str:
 
 
 @lru_cache(maxsize=64)
-@lru_cache(maxsize=64)
 def vectors_alone(model: ModelParameters) -> ModelParameters:
     """The model with norms and biases alone as what trains, as the teacher of a distillation is built."""
 
@@ -115,6 +118,7 @@ def vectors_alone(model: ModelParameters) -> ModelParameters:
     return replace(model, front=marked(model.front), kinds=tuple(map(marked, model.kinds)), back=marked(model.back))
 
 
+@lru_cache(maxsize=64)
 def in_4_bits(model: ModelParameters, weight_bytes: int) -> tuple[ModelParameters, int]:
     """The model with the frozen matrices of decoder layers as bitsandbytes keeps them, and elements of the largest.
 
