@@ -9,10 +9,13 @@ from transformers import AutoModelForCausalLM
 
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.rank_parameters import RankParameters
 from toolkit.estimate.recorded.recording import config_text
 from toolkit.estimate.recorded.recordings import parameters as parameters_of
 from toolkit.estimate.states import TorchStates, moments_8bit
+from toolkit.models.hidden_matrices import is_hidden_matrix
+from toolkit.models.shape import find_config
 from toolkit.parallel.tiny_model import tiny_config
 
 TINY = tiny_config("llama", hidden_size=64, intermediate_size=96, vocab_size=160)
@@ -91,3 +94,17 @@ def test_deepspeeds_flat_partitions_have_moments_of_one_byte(stage: int, precisi
         assert found == moments_8bit([*group.counted, *rest.counted])
     else:
         assert found == moments_8bit([(group.numel // 2, 1), (rest.numel // 2, 1)])
+
+
+def test_muon_keeps_one_momentum_of_stacks_of_experts_and_adamw_two_of_their_biases() -> None:
+    model = ModelFacts.from_config(find_config("gpt-oss-20b") or {}).parameters
+    updated = sum(one.numel for one in model.parameters() if is_hidden_matrix(f"layers.{one.name}", one.shape))
+    states = TorchStates(muon=True).states(model.rank_parameters(), shards=1)
+    assert states.resident.optimizer == 4 * updated + 8 * (model.numel - updated)
+    # One expert's gate and up is the largest matrix.
+    assert max(one.numel for one in model.rank_parameters().hidden_matrices) == 2 * 2880 * 2880
+
+
+def test_biases_of_experts_are_no_matrices_of_linear_layers() -> None:
+    model = ModelFacts.from_config(find_config("gpt-oss-20b") or {}).parameters
+    assert not any(one.is_linear and one.name.endswith("bias") for one in model.parameters())

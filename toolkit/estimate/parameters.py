@@ -14,7 +14,7 @@ from itertools import groupby
 from math import prod
 from typing import Any, Self
 
-from toolkit.estimate.rank_parameters import ParameterGroup, RankParameters
+from toolkit.estimate.rank_parameters import HiddenMatrices, ParameterGroup, RankParameters
 from toolkit.models.hidden_matrices import is_matrix
 from toolkit.models.tensor_plan import Blocks
 
@@ -63,8 +63,8 @@ class Parameter:
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is the matrix of a linear layer or of the embedding, not all experts' matrices in one tensor."""
-        return len(self.shape) == 2
+        """Whether it is the matrix of a linear layer or of the embedding, not all experts' matrices or biases."""
+        return len(self.shape) == 2 and not self.is_experts
 
     def is_here(self, *, first: bool, last: bool) -> bool:
         """Whether a pipeline stage that is the first and the last one, or not, has it."""
@@ -314,10 +314,14 @@ def _rank_parameters(
         trained_layers=trained,
         trained_matrices=of_kinds(lambda parameter: parameter.is_linear and parameter.trainable),
         hidden_matrices=tuple(
-            (parameter.numel, min(parameter.shape))
+            HiddenMatrices(
+                numel=prod(parameter.shape[-2:]),
+                side=min(parameter.shape[-2:]),
+                count=prod(parameter.shape[:-2]),
+            )
             for kind in kinds
             for parameter in model.kinds[kind]
-            if parameter.is_linear and parameter.trainable
+            if parameter.trainable and is_matrix(parameter.name, parameter.shape)
         ),
         factors=sum(parameter.factors for parameter in held if parameter.trainable),
         largest_early=max(numels(early, lambda parameter: True), default=0),

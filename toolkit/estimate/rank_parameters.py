@@ -8,6 +8,18 @@ _FLAT_ALIGNMENT = 2
 """Elements (DeepSpeed's `nccl_start_alignment_factor`)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class HiddenMatrices:
+    """A weight matrix of a decoder layer, or those of all experts in one tensor: what Muon updates."""
+
+    numel: int
+    """Elements of one matrix."""
+    side: int
+    """Its shorter side."""
+    count: int
+    """How many matrices the tensor has."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterGroup:
     """Parameters of one optimizer group, as element counts in the order in which engines flatten them.
@@ -81,8 +93,8 @@ class RankParameters:
     """Elements that train, of each layer."""
     trained_matrices: tuple[int, ...] = ()
     """Elements of linear layers' matrices that train, of each decoder layer."""
-    hidden_matrices: tuple[tuple[int, int], ...] = ()
-    """(elements, shorter side) of every matrix of the decoder layers that trains, before tensor parallelism."""
+    hidden_matrices: tuple[HiddenMatrices, ...] = ()
+    """Matrices of the decoder layers that train, before tensor parallelism."""
     factors: int = 0
     """Rows and columns of the matrices that train, whole ones, and elements of vectors: what Adafactor keeps."""
     largest_early: int = 0
