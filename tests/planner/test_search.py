@@ -247,6 +247,16 @@ def test_an_mlp_that_a_framework_does_not_have_is_refused() -> None:
         request("gpt2", gpus=8, seq_len=512, execution=Execution(framework="nanotron"))
 
 
+def test_kernels_that_keep_scores_do_so_in_the_memory_of_another_framework() -> None:
+    layout = Layout(dp=8, zero_stage=1)
+    batch = Batch(global_batch_size=64, micro_batch_size=1, dp=8)
+    flash = request(gpus=8, execution=Execution(framework="megatron"))
+    unfused = request(gpus=8, execution=Execution(framework="megatron", attention="unfused"))
+    assert unfused.memory(layout, batch).total > flash.memory(layout, batch).total
+    selective = replace(layout, recompute="selective")
+    assert unfused.memory(selective, batch).total < unfused.memory(layout, batch).total
+
+
 def test_a_recipes_step_is_that_of_the_plan() -> None:
     asked = request("gpt2", gpus=8, batch=64, seq_len=512)
     layout, batch = Layout(dp=8, zero_stage=1), Batch(global_batch_size=64, micro_batch_size=2, dp=8)

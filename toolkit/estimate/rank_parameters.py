@@ -15,7 +15,7 @@ class HiddenMatrices:
     numel: int
     """Elements of one matrix."""
     side: int
-    """Its shorter side."""
+    """Length of the shorter side."""
     count: int
     """How many matrices the tensor has."""
 

@@ -14,6 +14,7 @@ from toolkit.config.strategy import Strategy, strategy_text
 from toolkit.config.trained_parameters import trained_parameter_conflicts
 from toolkit.errors import LayoutError, ModelError, Refusal
 from toolkit.estimate.breakdown import MemoryBreakdown
+from toolkit.estimate.computation import Attention
 from toolkit.estimate.flops import has_these_flops
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.memory_request import Framework, MemoryRequest
@@ -35,6 +36,9 @@ MEMORY_PROFILES = {"fsdp": "torchtitan"}
 """Profiles of step times whose memory stands under another name."""
 _KERNELS: Mapping[str, Kernel] = {"sdpa": "flash2", "flash": "flash2", "eager": "eager"}
 """Kernels that run for a model's attention: PyTorch's sdpa takes FlashAttention-2's kernels for causal masks."""
+
+_KERNELS_WITH_SCORES: tuple[Kernel, ...] = ("eager", "unfused", "fused-softmax")
+"""Kernels of other frameworks that keep the scores of attention for the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +263,10 @@ class PlanRequest:
         setup = self.setup_in(layout, batch)
         framework = self._framework(layout, batch)
         if isinstance(framework, FrameworkProfile):
-            attention = next(iter(framework.facts["attention"]))
+            kinds = framework.facts["attention"]
+            attention: Attention = "eager" if self.execution.attention in _KERNELS_WITH_SCORES else "flash"
+            if attention not in kinds:
+                attention = next(iter(kinds))
             setup = replace(setup, computation=replace(setup.computation, attention=attention))
         return MemoryRequest(
             setup=setup,
@@ -282,6 +289,8 @@ class PlanRequest:
             name=MEMORY_PROFILES.get(name, name),
             precision=cast(Any, self.precision),
             virtual_stages=self.execution.virtual_stages if layout.pp > 1 else 1,
+            context_parallel=self.execution.context_parallel,
+            fused_norm=self.execution.fused_norm,
         )
 
     def plan(self, layout: Layout, batch: Batch) -> Plan:
