@@ -12,7 +12,7 @@ from transformers import masking_utils
 from transformers.integrations import moe
 
 from toolkit.estimate.recorded.recording import RankPass
-from toolkit.parallel.model_structure import hidden_argument
+from toolkit.parallel.model_structure import hidden_argument, hidden_result
 from toolkit.recorder.fake_model import FakeModel, Mode, autocast
 from toolkit.recorder.gpu_kernels import GpuKernels
 from toolkit.recorder.routing import balanced_routing
@@ -34,7 +34,7 @@ def trace_pass(rank_pass: RankPass, fake: FakeModel, mode: Mode, b: int, s: int)
             if on_gpu:
                 stack.enter_context(GpuKernels())
             stack.enter_context(values_assumed())
-            stack.enter_context(balanced_routing(rank_pass))
+            stack.enter_context(balanced_routing(rank_pass).assumed())
             stack.enter_context(mode)
             run_pass = _pass_of_model if fake.stage is None else _pass_of_stage
             weight_gradients = fake.weight_gradients
@@ -119,13 +119,24 @@ def _pass_of_stage(rank_pass: RankPass, fake: FakeModel, trace: Trace, b: int, s
 
 
 def _backward(output: list[torch.Tensor], gradient: torch.Tensor | None = None) -> None:
-    """Run the backward pass from the tensor in `output`, which is emptied.
-
-    Not by torch.autograd.backward, inside which GpuKernels would not see what is recomputed.
-    """
+    """Run the backward pass from the tensor in `output`, which is emptied."""
     tensor = output.pop()
     gradient = torch.ones_like(tensor) if gradient is None else gradient
-    _engine_run_backward((tensor,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    run_backward((tensor,), (gradient,))
+
+
+def run_backward(
+    roots: tuple[torch.Tensor, ...],
+    gradients: tuple[torch.Tensor | None, ...],
+    *,
+    retain_graph: bool = False,
+    create_graph: bool = False,
+) -> None:
+    """Run a backward pass in which function modes, as GpuKernels, see what is recomputed.
+
+    torch.autograd.backward does not let them.
+    """
+    _engine_run_backward(roots, gradients, retain_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _mark_sections(fake: FakeModel, trace: Trace) -> list[Any]:
@@ -150,7 +161,7 @@ def _mark_sections(fake: FakeModel, trace: Trace) -> list[Any]:
 
     def leave(layer: nn.Module, arguments: Any, result: Any) -> None:
         if trace.sections[-1].name == f"forward {fake.running[-1]}":
-            hidden = result[0] if isinstance(result, tuple | list) else result
+            hidden = hidden_result(result)
             if hidden.requires_grad:
                 hidden.register_hook(lambda gradient: trace.begin(f"backward {fake.running[-1]}"))
             trace.begin("head")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from types import FrameType
 from typing import Any
@@ -21,7 +22,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import utils as zero_utils
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.autograd.graph import _engine_run_backward
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_iter, tree_map
 from typing_extensions import override
@@ -30,7 +30,6 @@ from toolkit.config.layout import Layout
 from toolkit.engines.optimizers.muon import Muon
 from toolkit.engines.scheduled_pipeline import ScheduledStep
 from toolkit.models.hidden_matrices import is_hidden_matrix
-from toolkit.parallel.experts import dispatch
 from toolkit.parallel.matrix_exchange import Fragment, MatrixExchange, Part, fragments_of
 from toolkit.parallel.shard import Shard
 from toolkit.recorder.gpu_kernels import GpuKernels
@@ -38,7 +37,8 @@ from toolkit.recorder.rehearsal.channel_messages import messages_named
 from toolkit.recorder.rehearsal.collectives import Collective, CollectiveRecorder
 from toolkit.recorder.rehearsal.live_bytes import LiveBytes
 from toolkit.recorder.rehearsal.stage_order import NotedSchedule, RecordedSchedule
-from toolkit.recorder.run_pass import values_assumed
+from toolkit.recorder.routing import BalancedRouting, expert_shards
+from toolkit.recorder.run_pass import run_backward, values_assumed
 
 aten = torch.ops.aten
 _MOST_REAL = 1024
@@ -264,8 +264,7 @@ def fake_rank(
         stack.enter_context(mock.patch.object(zero_utils, "dist", _RankZeroSends(zero_utils.dist)))
         own_list = _own_list(zero_utils.get_lst_from_rank0)
         stack.enter_context(mock.patch.object(zero_utils, "get_lst_from_rank0", own_list))
-        stack.enter_context(mock.patch.object(dispatch, "row_counts", _balanced(layout)))
-        stack.enter_context(mock.patch.object(dispatch.ShardedExperts, "_sorted", _noting()))
+        stack.enter_context(BalancedRouting(partial(_even_counts, layout)).assumed())
         matrices: list[Shard] = []
         stack.enter_context(mock.patch.object(Muon, "connect", _noting_matrices(matrices)))
         stack.enter_context(mock.patch.object(MatrixExchange, "_held_by_all", _held_by_others(matrices)))
@@ -352,7 +351,7 @@ _DATA = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[attr-defi
 def _backward(
     tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False, **_: Any
 ) -> None:
-    """Run a backward pass in which function modes see what is recomputed, as torch's own does not let them."""
+    """Stand in for torch.autograd.backward."""
     roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
     if isinstance(grad_tensors, torch.Tensor):
         grad_tensors = (grad_tensors,)
@@ -361,7 +360,7 @@ def _backward(
         if gradients[index] is None and root.requires_grad:
             gradients[index] = torch.ones_like(root)
     keep = create_graph if retain_graph is None else retain_graph
-    _engine_run_backward(roots, tuple(gradients), keep, create_graph, (), allow_unreachable=True, accumulate_grad=True)
+    run_backward(roots, tuple(gradients), retain_graph=keep, create_graph=create_graph)
 
 
 def _backward_of(
@@ -370,29 +369,10 @@ def _backward_of(
     _backward(tensor, gradient, retain_graph, create_graph)
 
 
-_rows = [0]
-"""Rows of the router that ran last: pairs of a token and an expert."""
-
-
-def _noting() -> Any:
-    sort = dispatch.ShardedExperts._sorted
-
-    def sort_noting_rows(self: dispatch.ShardedExperts, experts: torch.Tensor) -> Any:
-        _rows[0] = experts.numel()
-        return sort(self, experts)
-
-    return sort_noting_rows
-
-
-def _balanced(layout: Layout) -> Any:
-    """Return what stands for `dispatch.row_counts`: routers that spread their rows evenly over all ranks."""
-    expert_shards = 1 if layout.experts == "inner" else layout.tp
-
-    def counts(values: torch.Tensor) -> list[list[int]]:
-        ranks = values.shape[1]
-        return [[_rows[0] // (expert_shards * ranks)] * ranks for _ in range(values.shape[0])]
-
-    return counts
+def _even_counts(layout: Layout, rows: int, counts: torch.Tensor) -> list[list[int]]:
+    """Return the rows for each rank of routers that spread theirs evenly over all ranks."""
+    ranks = counts.shape[1]
+    return [[rows // (expert_shards(layout) * ranks)] * ranks for _ in range(counts.shape[0])]
 
 
 def _noting_matrices(matrices: list[Shard]) -> Any:
