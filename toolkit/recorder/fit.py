@@ -38,12 +38,18 @@ def solve(points: Sequence[Size], values: Sequence[int]) -> Polynomial | None:
     One or two terms are accepted only if they meet all values, which are more.
     """
     every = range(len(MONOMIALS))
-    full = tuple(at for at in every if not MONOMIALS[at][0] or len({b for b, _ in points}) > 1)
-    for terms in (*combinations(every, 1), *combinations(every, 2), full):
-        if len(terms) <= 2 < len(points) or (len(terms) <= len(points) and terms == full):
-            polynomial = _through(points, values, terms)
-            if polynomial is not None:
-                return polynomial
+    candidates: list[tuple[int, ...]] = []
+    if len(points) > 2:
+        candidates += combinations(every, 1)
+        candidates += combinations(every, 2)
+    has_one_batch_size = len({b for b, _ in points}) == 1
+    full = tuple(at for at in every if MONOMIALS[at][0] == 0 or not has_one_batch_size)
+    if len(full) <= len(points):
+        candidates.append(full)
+    for terms in candidates:
+        polynomial = _through(points, values, terms)
+        if polynomial is not None:
+            return polynomial
     return None
 
 
