@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from toolkit.checkpoint.save_plan import plan_files
+from toolkit.checkpoint.save_plan import PlannedFile, plan_files
 from toolkit.config.distill_section import BATCHES_A_COMMIT
 from toolkit.config.job import Job
 from toolkit.config.stage_balance import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE
@@ -142,23 +142,12 @@ def rehearse(
     partitioned = Partitioned(structure=_structure(small), bounds=bounds)
     kinds = rank_kinds(job.layout, bounds, pattern)
     ds_config = rehearsed_config(small, hidden_size=request.setup.model.shape.hidden, on_gpu=on_gpu)
-    options: dict[str, Any] = {"on_gpu": on_gpu, "progress": progress}
     steps: dict[RankKind, RankStep] = {}
     if not problem:
-        steps, problem = _agreed_steps(small, ds_config, partitioned, kinds, **options)
-    rehearsed = tuple(
-        RehearsedKind(
-            kind=kind,
-            step=step,
-            estimate=estimates[kind.stages[0]],
-            has_all_layers=len(pattern) == all_layers,
-        )
-        for kind, step in steps.items()
-    )
-    written: Counter[int] = Counter()
+        steps, problem = _agreed_steps(small, ds_config, partitioned, kinds, on_gpu=on_gpu, progress=progress)
+    rehearsed = _rehearsed_kinds(steps, estimates, has_all_layers=len(pattern) == all_layers)
     files = plan_files(rehearsed[0].step.saved, job.layout.world_size) if rehearsed else []
-    for file in files:
-        written[file.rank] += file.nbytes
+    written = _written_bytes(files)
     return Rehearsal(
         job=job,
         layers=len(pattern),
@@ -171,6 +160,34 @@ def rehearse(
         checkpoint_bytes=sum(written.values()),
         written_bytes=max(written.values(), default=0),
     )
+
+
+def _rehearsed_kinds(
+    steps: Mapping[RankKind, RankStep],
+    estimates: Sequence[MemoryBreakdown],
+    *,
+    has_all_layers: bool,
+    is_teacher: bool = False,
+) -> tuple[RehearsedKind, ...]:
+    """Put the step of each kind of rank beside the estimate of its stage."""
+    return tuple(
+        RehearsedKind(
+            kind=kind,
+            step=step,
+            estimate=estimates[kind.stages[0]],
+            has_all_layers=has_all_layers,
+            is_teacher=is_teacher,
+        )
+        for kind, step in steps.items()
+    )
+
+
+def _written_bytes(files: Sequence[PlannedFile]) -> Counter[int]:
+    """Add up the bytes of a checkpoint that each rank writes."""
+    written: Counter[int] = Counter()
+    for file in files:
+        written[file.rank] += file.nbytes
+    return written
 
 
 def _rehearsed_teacher(
@@ -187,16 +204,7 @@ def _rehearsed_teacher(
     top = TopTokens(section.top_k, section.temperature, vocabulary=vocabulary)
     partitioned = Partitioned(structure=_structure(asked), bounds=bounds)
     steps, problem = _agreed_steps(asked, ds_config, partitioned, kinds, on_gpu=on_gpu, progress=progress, top=top)
-    rehearsed = tuple(
-        RehearsedKind(
-            kind=kind,
-            step=step,
-            estimate=estimates[kind.stages[0]],
-            has_all_layers=True,
-            is_teacher=True,
-        )
-        for kind, step in steps.items()
-    )
+    rehearsed = _rehearsed_kinds(steps, estimates, has_all_layers=True, is_teacher=True)
     problem = problem or _problem(asked, steps)
     return rehearsed, problem and f"the teacher: {problem}"
 
