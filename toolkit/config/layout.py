@@ -259,6 +259,11 @@ class Layout:
         """Ranks with the same part of the parameters, over which DeepSpeed averages gradients and shards states."""
         return self.dp * self.cp
 
+    @property
+    def zero_shards(self) -> int:
+        """Ranks over which ZeRO shards states: replicas, and ranks that share sequences with Ulysses."""
+        return self.replicas * self.ulysses
+
     def for_teacher(self, *, has_experts: bool) -> Self:
         """The layout in which the same ranks compute what the teacher of a distillation says.
 

@@ -81,7 +81,7 @@ def rank_states(
     if trainable != setup.computation.trainable:
         packed, unpacked = in_4_bits(whole, weight_bytes)
         params = stage_parameters(packed, layout, stage, layers, **groups)
-    replicas = layout.replicas * layout.ulysses
+    replicas = layout.zero_shards
     if isinstance(engine, DeepSpeedSettings):
         states = deepspeed_states(engine, params, dp=replicas, accumulation=setup.accumulation)
     else:

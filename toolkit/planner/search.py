@@ -22,6 +22,7 @@ from toolkit.units import divisors
 Goal = Literal["speed", "cost", "memory"]
 
 LARGEST_MICRO_BATCH = 64
+"""Samples of a micro-batch that are tried, at most."""
 LEAST_POSITIONS = 4096
 """Positions of a sequence that a context-parallel rank has at least in the layouts that are tried."""
 LEAST_MOMENTS: Mapping[OptimizerName, float] = {
@@ -376,7 +377,6 @@ def least_bytes(request: PlanRequest, layout: Layout) -> float:
     numel = request.model.parameters.numel / (layout.tp * layout.pp)
     routed = request.model.shape.layers * routed_parameters(request.model.shape) / (layout.tp * layout.pp)
     held = numel - routed * (1 - 1 / layout.ep)
-    shards = layout.replicas * layout.ulysses
     if request.trained is not None:  # of what does not train a rank has weights alone, and maybe in 4 bits
         return held / 2 if layout.zero_stage < 3 else 0.0
     whole = {1: 4.0, 2: 2.0, 3: 0.0}.get(layout.zero_stage, 8.0)
@@ -385,7 +385,7 @@ def least_bytes(request: PlanRequest, layout: Layout) -> float:
     shared = LEAST_MOMENTS[request.optimizer]
     if layout.zero_stage > 0:
         shared += _MASTER
-    return held * whole + numel * shared / shards
+    return held * whole + numel * shared / layout.zero_shards
 
 
 def _room(request: PlanRequest) -> int:

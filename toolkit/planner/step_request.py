@@ -98,7 +98,8 @@ class StepRequest:
         shape = self.shape
         layers = [count * (held_layer_parameters(shape) - routed_parameters(shape)) for count in self.rank_layers]
         table = shape.vocab * shape.embed_dim
-        first, *_, last = (0, *self.layout.stage_ranks)
+        first = self.layout.stage_ranks[0]
+        last = self.layout.stage_ranks[-1]
         layers[first] += table
         layers[last] += 0 if shape.tied and first == last else table
         return max(layers) / self.layout.tp
@@ -118,4 +119,4 @@ class StepRequest:
     @property
     def replicas(self) -> int:
         """Ranks that share optimizer states where they are sharded."""
-        return self.layout.replicas * self.layout.ulysses * self.execution.context_parallel
+        return self.layout.zero_shards * self.execution.context_parallel
