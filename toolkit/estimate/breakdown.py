@@ -64,7 +64,8 @@ class MemoryBreakdown:
     """The GPU's memory; 0 where no GPU was named."""
 
     band: tuple[float, float] = (-0.03, 0.03)
-    """Relative errors of the estimate between which the needs of four of five runs in setups of this kind lie.
+    """Relative error of the estimate: four of five runs of this kind needed between (1 + band[0]) and (1 + band[1])
+    times `total`.
 
     Of this toolkit's engines and of DeepSpeed, DDP and FSDP over Hugging Face's layers: the bound of the tests that
     compare peaks with PyTorch's. Of a framework's profile: benchmarks/published_memory.py, 10th and 90th percentile;

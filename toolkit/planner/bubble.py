@@ -7,6 +7,7 @@ from toolkit.config.pipeline_schedules import Schedule, schedule_of
 from toolkit.config.simulate_schedule import SIMULATED_STAGES, ScheduleCosts, simulate
 
 _DIGITS = 2
+"""Digits of stage times, relative to the slowest, with which a 1F1B pipeline is simulated: so that many share one."""
 
 
 def bubble_seconds(stages: Sequence[float], forward_share: float, micro_batches: int) -> float:
@@ -49,6 +50,7 @@ def waiting_seconds(schedule: Schedule, costs: ScheduleCosts) -> float:
 
 
 _SCHEDULE_DIGITS = 3
+"""Digits of the times of passes, relative to the busiest rank, with which other schedules are simulated."""
 
 
 @lru_cache(maxsize=4096)

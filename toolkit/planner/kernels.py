@@ -14,9 +14,12 @@ from toolkit.hardware import Gpu, MatmulPrecision
 
 DEFAULT_FRACTION = 0.8
 """Share of the peak FLOP/s that matrix products reach on GPUs without a measured figure."""
-SUSTAINED = (0.87, 0.77)
-"""Share of the best product's rate that a step keeps up, below and from 500 W of board power: the published figures are
-the best of many shapes, each measured for moments. Boards of 700 W and more lower their clocks under such a load."""
+SUSTAINED = 0.87
+"""Share of the best product's rate that a step keeps up: the published figures are the best of many shapes, each
+measured for moments."""
+SUSTAINED_OF_LARGE_BOARDS = 0.77
+"""Share that a step keeps up from 500 W of board power: boards of 700 W and more lower their clocks meanwhile."""
+_LARGE_BOARD_WATTS = 500
 MEMORY_SHARE = 0.85
 """Share of the memory's bandwidth that streaming kernels reach: BabelStream has 0.87 to 0.92 on A100 and H100 for large
 buffers; norms and dropout reduce across rows or draw numbers beside."""
@@ -36,7 +39,8 @@ def matmul_seconds(gpu: Gpu, m: int, n: int, k: int, precision: MatmulPrecision,
     if gpu.core is not None:
         return groups * 2 * m * n * k / gpu.core.product_flops(precision, m, n, k) + gpu.kernel_seconds
     peak = gpu.peak_flops(precision) or gpu.fp32_flops
-    rate = peak * SUSTAINED[gpu.watts >= 500] * fraction(gpu, precision) / gpu.multiprocessors
+    sustained = SUSTAINED_OF_LARGE_BOARDS if gpu.watts >= _LARGE_BOARD_WATTS else SUSTAINED
+    rate = peak * sustained * fraction(gpu, precision) / gpu.multiprocessors
     size = {"fp32": 4, "tf32": 4, "fp8": 1, "fp4": 0.5}.get(precision, 2)
     written = max(2, size)
     streamed = groups * (size * (m * k + k * n) + written * m * n) / (MEMORY_SHARE * gpu.memory_bytes_per_second)

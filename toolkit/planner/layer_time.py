@@ -30,7 +30,9 @@ _BEFORE_HOPPER = 400e12
 """FlashAttention-2 uses no instructions of Hopper: on later GPUs its rate is about 0.35 of the peak (FlashAttention-3,
 figure 5)."""
 _OLD_KERNEL = 0.58
+"""Share of their rate that kernels without instructions of Hopper reach from Hopper on."""
 _OLD_KERNELS = ("flash1", "flash2", "flex")
+"""Kernels without instructions of Hopper."""
 _PRODUCTS = (4, 8)
 """Bytes moved per score by the matrix products in 16 bits: written and read forward; both twice backward."""
 _SINKS = (12, 34)
@@ -44,9 +46,11 @@ the derivative backward (toolkit/parallel/context/kernels.py)."""
 TILE = 512
 """Queries of a tile of theirs in a layer with a window: it sees as many keys more than its window has."""
 _DROPOUT = (5, 5)
+"""Bytes moved per score by dropout, forward and backward."""
 _ROUTER = (24, 24)
 """Bytes moved per router logit, in fp32: softmax, choice and normalization forward; the same backward."""
 _ROUTING_KERNELS = (16, 20)
+"""Kernels of a layer's routing, forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ def estimate_for_run(recipe: Recipe, layout: Layout, batch: Batch) -> tuple[Memo
 
 
 def memory_request(recipe: Recipe, layout: Layout, batch: Batch, *, gpu: Gpu | None = None) -> MemoryRequest:
-    """The question that a recipe asks in a layout. Raises ModelError for a model that cannot be estimated."""
+    """Return the memory request of a recipe in a layout. Raises ModelError for a model that cannot be estimated."""
     model = ModelFacts.from_config(model_config(recipe))
     return MemoryRequest(
         setup=training_setup(recipe, layout, batch, model),

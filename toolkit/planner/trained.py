@@ -27,6 +27,7 @@ _DROPOUT = (8, 4)
 """Reads and writes of an adapter's inputs by its dropout, forward and backward: random numbers in fp32, the mask, two
 products."""
 _KERNELS = (4, 7)
+"""Kernels of an adapter, forward and backward."""
 HOST_SHARES = (0.20, 0.13)
 """Host time of an adapter as shares of a layer's, forward and backward: peft beside the seven linear layers of a Llama,
 in layers so small that a CPU takes no time for their numbers."""
