@@ -127,6 +127,7 @@ class MemoryRequest:
             setup.model.shape,
             tp=layout.tp,
             pp=layout.pp,
+            chunks=layout.chunks,
             ulysses=layout.ulysses,
             ep=layout.ep,
             inner=layout.experts == "inner",
