@@ -62,7 +62,7 @@ Found by compositions so far, and fixed, each with a test of its own:
 - GIT in a pipeline with recomputation: transformers has the output of embeddings require a gradient, to which it adds
   in place.
 - Context parallelism under ZeRO-0 in bf16 failed: rotary embeddings leave queries in fp32 beside values in bf16.
-- LongCat-Flash died under ZeRO-3 on several ranks, as DBRX did: its experts call an activation for each that has tokens.
+- LongCat-Flash died under ZeRO-3 on several ranks, as DBRX did: its experts call an activation for each with tokens.
 - `dstk compare` refused recipes with a ring exchange, because its baseline has no ranks to exchange with.
 - More stages than layers were refused only when the model was built, where ranks have several stages each, and for
   mixtures.

@@ -163,9 +163,9 @@ SGD is in the matrix because Adam hides constant factors: a gradient that is twi
 unchanged. Clipping at {clip} is in it because it makes the update depend on the norm of the whole model; a cell fails
 if a step of its baseline is not clipped.
 
-There are three kinds of bf16. ZeRO-1, 2 and 3 keep the weights in bf16 beside fp32 master weights. DeepSpeed without ZeRO
-would accumulate gradients in bf16, so `zero_stage: 0` uses autocast over fp32 weights instead, as DDP does; FSDP rounds
-fp32 weights for each use. They differ only in rounding. Without ZeRO, tp and pp are rejected in bf16.
+There are three kinds of bf16. ZeRO-1, 2 and 3 keep the weights in bf16 beside fp32 master weights. DeepSpeed without
+ZeRO would accumulate gradients in bf16, so `zero_stage: 0` uses autocast over fp32 weights instead, as DDP does; FSDP
+rounds fp32 weights for each use. They differ only in rounding. Without ZeRO, tp and pp are rejected in bf16.
 
 The comparison itself is tested: mistakes are planted one by one, and each must be found
 ([test_planted_faults.py](../tests/parity/test_planted_faults.py), [test_matrix.py](../tests/parity/test_matrix.py)).
