@@ -285,7 +285,7 @@ def test_what_tensor_parallel_ranks_both_hold_stays_bitwise_the_same_while_they_
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.whole), "full"])
 def test_blocks_that_every_rank_computes_whole_keep_their_copies_the_same(
     make_recipe: Make, ranks: Ranks, tmp_path: Path, recompute: str
 ) -> None:
