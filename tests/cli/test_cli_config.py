@@ -13,6 +13,7 @@ from stub_launchers import recorded
 
 from toolkit.cli.config_options import _layout_fields
 from toolkit.cli.main import main
+from toolkit.config.layout import Layout
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "recipes" / "gpt2" / "gpt2-xl-pretrain.yaml")
@@ -69,8 +70,12 @@ def test_flags_alone_take_every_part_of_a_layout(capsys: Output) -> None:
 
 
 def test_a_flag_goes_before_the_same_part_of_a_layout(capsys: Output) -> None:
-    assert "--micro" in FLAGS
-    assert made(capsys, *with_layout("dp8-z2-m4")) == made(capsys, *with_layout("dp8-z2"))
+    flags = ("--offload-optimizer", "none", "--offload-params", "none")
+    assert made(capsys, *with_layout("dp8-z3-offload"), *flags) == made(capsys, *with_layout("dp8-z3"))
+
+
+def test_a_layout_without_a_stage_is_read_as_every_command_reads_it(capsys: Output) -> None:
+    assert made(capsys, *with_layout("dp8"))["zero_optimization"]["stage"] == Layout.parse("dp8").zero_stage
 
 
 def test_nodes_times_gpus_is_the_world_size(capsys: Output) -> None:

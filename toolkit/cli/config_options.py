@@ -1,7 +1,9 @@
 """The options of `dstk config`, and the ConfigJob that they describe: a recipe with overrides, or options alone."""
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +16,7 @@ from toolkit.config import load_rounded
 from toolkit.config.field_errors import explain
 from toolkit.config.layout import Layout, Recompute
 from toolkit.config.recipe import OptimizerName, Precision, Recipe, ScheduleName
-from toolkit.config.strategy import Strategy, strategy_text
+from toolkit.config.strategy import parse_layout, strategy_text
 from toolkit.dsconfig import options as extras
 from toolkit.dsconfig.buckets import Buckets, derive, link_of
 from toolkit.dsconfig.build import ConfigJob, shape_of
@@ -204,9 +206,11 @@ def _layout_fields(flags: Flags) -> dict[str, Any]:
     """Return the fields that --layout sets where there is no recipe; a missing one is reported later."""
     if flags["layout"] is None:
         return {}
-    strategy = Strategy.parse(flags["layout"])
-    sections = strategy.sections(strategy.dp)
-    return {f"{section}.{name}": value for section, fields in sections.items() for name, value in fields.items()}
+    layout = parse_layout(flags["layout"])
+    values = {f"parallel.{field.name}": getattr(layout, field.name) for field in fields(layout)}
+    if re.search(r"(^|-)dp", flags["layout"]) is None:
+        values["parallel.dp"] = None  # as many as the ranks give
+    return values
 
 
 def _recipe_from_flags(flags: Flags, fields: dict[str, Any]) -> Recipe:

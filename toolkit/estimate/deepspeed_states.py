@@ -399,7 +399,7 @@ def _temporaries(s: DeepSpeedSettings, params: RankParameters, sizes: list[tuple
     if not s.muon:
         return copied
     share = sum(group.numel for group in params.groups if group.is_hidden) // dp
-    largest = max((one.numel for one in params.hidden_matrices), default=0)
+    largest = max((matrix.numel for matrix in params.hidden_matrices), default=0)
     return max(copied, 6 * (4 if s.precision == "fp32" else 2) * max(largest, min(share, UPDATE_CHUNK_ELEMENTS)))
 
 

@@ -384,7 +384,7 @@ class MemoryRequest:
             # Without a recording, inputs that linear layers share are counted for each.
             tokens = setup.micro_batch_size * setup.rank_positions
             waiting = tokens * rank.itemsize * parameters.product_widths(layers, tp=layout.tp) + head_waiting
-        product = parameters.largest_matrix(layers, tp=layout.tp, ep=layout.ep) * rank.itemsize
+        product = parameters.largest_matrix(layers, tp=layout.tp) * rank.itemsize
         return StageBytes(
             forward=recorded.peak_with_loss(layers) + routers - shared,
             kept=kept - shared,

@@ -45,7 +45,7 @@ def communicators(layout: Layout, link_domain: int = 8) -> list[int]:
     """Return, for each NCCL communicator of a rank, the number of its ranks in one link domain, this rank included.
 
     There is one for the world, and one for each axis of several ranks that is not the whole world. Ranks of a tensor-
-    or sequence-parallel group are adjacent; those of other axes have the strides of `Layout.rank`. Ranks that share out
+    or sequence-parallel group are adjacent; those of other axes have the strides of `Layout.rank`. Ranks that shard
     experts have one, and so have those with the same experts.
     """
     width = layout.tp * layout.ulysses

@@ -209,11 +209,11 @@ class ModelParameters:
             groups = tuple((decay, None, None) for decay in decays)
         return _rank_parameters(self, self.layers if layers is None else layers, first, last, shards, groups)
 
-    def largest_matrix(self, layers: Iterable[int], *, tp: int, ep: int) -> int:
+    def largest_matrix(self, layers: Iterable[int], *, tp: int) -> int:
         """Return the elements of the largest matrix of a linear layer of these decoder layers, on one rank."""
         kinds = {self.pattern[index] for index in layers}
         matrices = (parameter for kind in kinds for parameter in self.kinds[kind] if parameter.is_linear)
-        return max((numel for matrix in matrices for numel in matrix.local_numels(tp, ep)), default=0)
+        return max((numel for matrix in matrices for numel in matrix.local_numels(tp, 1)), default=0)
 
     def product_widths(self, layers: Iterable[int], *, tp: int) -> int:
         """Return the features of the inputs and outputs of all linear layers of these decoder layers, on one rank."""

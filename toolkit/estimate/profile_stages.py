@@ -10,8 +10,8 @@ Rule = Literal["layers", "modules", "costs"]
 one; or the sum of costs, where a layer and the head cost their weights. nanotron counts the weights of keys and values
 as if there were as many heads of them as of queries (`get_block_compute_costs` of its models).
 
-Layers that cannot be shared out evenly are spread over the stages, which fits published runs. Megatron-LM refuses such
-numbers of them unless its options say how many each stage has."""
+Where the stages do not divide the number of layers, rounding spreads them, which fits published runs. Megatron-LM
+refuses such a number unless its options say how many layers the ends have."""
 
 
 @lru_cache(maxsize=4096)

@@ -161,7 +161,7 @@ class TorchStates:
             sizes = [(-(-n // shards) if sharded else n, times) for sizes, times in runs for n in sizes]
             moments = moments_8bit(sizes) + 8 * max(0, held - sum(n * times for n, times in sizes))
         else:
-            matrices = sum(one.numel * one.count for one in params.hidden_matrices) if self.muon else 0
+            matrices = sum(matrix.numel * matrix.count for matrix in params.hidden_matrices) if self.muon else 0
             alone = -(-matrices // shards) if sharded else matrices
             if self.factored:
                 moments = w * params.factors
@@ -171,7 +171,8 @@ class TorchStates:
         if self.factored:
             update = update_of_factored(params)
         elif self.muon:
-            update = max(((w + 4) * one.numel + 4 * one.side**2 for one in params.hidden_matrices), default=0)
+            updates = ((w + 4) * matrix.numel + 4 * matrix.side**2 for matrix in params.hidden_matrices)
+            update = max(updates, default=0)
         return ModelStates(
             resident=StateBytes(
                 parameters=w * held + self.weight_bytes * frozen,

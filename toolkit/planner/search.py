@@ -351,8 +351,8 @@ def _smallest(request: PlanRequest, predicted: list[Candidate], top: int) -> lis
     """The plans that need least memory: each layout's smallest micro-batch, in the order of what they keep at least."""
     smallest: dict[Layout, Candidate] = {}
     for candidate in predicted:
-        kept = smallest.setdefault(candidate.layout, candidate)
-        if candidate.batch.micro_batch_size < kept.batch.micro_batch_size:
+        before = smallest.setdefault(candidate.layout, candidate)
+        if candidate.batch.micro_batch_size < before.batch.micro_batch_size:
             smallest[candidate.layout] = candidate
     in_order = sorted(smallest.values(), key=lambda candidate: least_bytes(request, candidate.layout))
     plans: list[Plan] = []

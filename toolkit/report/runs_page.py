@@ -39,7 +39,7 @@ def write_runs(folder: Path, runs: Sequence[RecordedRun], *, command: str) -> Pa
 def runs_page(runs: Sequence[RecordedRun], *, command: str) -> str:
     """Render the page as HTML."""
     beside = [compare_with_plan(run) for run in runs]
-    charts = run_charts(runs, [one.estimated_bytes for one in beside])
+    charts = run_charts(runs, [comparison.estimated_bytes for comparison in beside])
     return render(
         "runs.html",
         title=english_list([run.label for run in runs]) if len(runs) <= 4 else plural(len(runs), "run"),

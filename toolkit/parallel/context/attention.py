@@ -134,8 +134,8 @@ def attend(
 
 def _check_plain(softcap: float | None, s_aux: Tensor | None) -> None:
     """Raise ModelError for bounded scores and attention sinks, which PyTorch's own attention does not have."""
-    for name, what in (("softcap", softcap), ("s_aux", s_aux)):
-        if what is not None:
+    for name, option in (("softcap", softcap), ("s_aux", s_aux)):
+        if option is not None:
             reason = f"{NAME} takes {name} inside of `attending` alone, and PyTorch's own attention leaves it out"
             raise ModelError.of("model.attn_implementation", NAME, reason, "let an engine of the toolkit run the model")
 
