@@ -28,8 +28,8 @@ from toolkit.engines.scheduled_pipeline import ScheduledPipeline
 from toolkit.model_init import random_weights as initial
 from toolkit.models.families.registry import FAMILIES
 from toolkit.parallel import chunked_loss
-from toolkit.parallel.context import attention
-from toolkit.parallel.context.exchange import GatherExchange, RingExchange
+from toolkit.parallel.context import attention, exchange
+from toolkit.parallel.context.exchange import RingExchange
 from toolkit.parallel.groups import ModelParallelUnit
 from toolkit.parallel.loss import IGNORE
 from toolkit.parallel.pipeline.pipeline_module import StagePipeline
@@ -658,12 +658,10 @@ class TestContextParallelism:
         assert "slices of 2 context-parallel ranks" in str(result.diagnosis)
 
     def test_chunks_in_the_order_of_ranks(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-        def in_order_of_ranks(gather: Any, local: torch.Tensor, _: Any) -> torch.Tensor:
-            parts = [torch.empty_like(local) for _ in range(gather._group.size())]
-            dist.all_gather(parts, local.contiguous(), group=gather._group)
-            return torch.cat(parts, dim=2)
+        def in_order_of_ranks(every: torch.Tensor, _: Any) -> torch.Tensor:
+            return torch.cat(list(every), dim=2)
 
-        monkeypatch.setattr(GatherExchange, "_gathered", in_order_of_ranks)
+        monkeypatch.setattr(exchange, "_in_order", in_order_of_ranks)
         result = train("llama", cp=2)
         assert cause_of(result) == Cause.CONTEXT
         assert "in another order than their positions" in str(result.diagnosis)

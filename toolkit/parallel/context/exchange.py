@@ -67,34 +67,60 @@ class GatherExchange:
 
     def blocks(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[list[KeyValueBlock]]:
         """Yield the whole sequence as one block, in its order."""
-        whole = [self._gathered(each, sequence) for each in (key, value)]
-        yield [KeyValueBlock(positions=range(sequence.length), key=whole[0], value=whole[1])]
+        of_keys = _Gather(key, self._group)
+        of_values = _Gather(value, self._group)  # values arrive while keys are put in order
+        whole = KeyValueBlock(
+            positions=range(sequence.length), key=of_keys.finish(sequence), value=of_values.finish(sequence)
+        )
+        yield [whole]
 
     def gradients(
         self, key: Tensor, value: Tensor, sequence: SequenceSlice, compute: Gradients
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of this rank's keys and values, summed over the queries of all ranks."""
         ((of_key, of_value),) = compute(next(self.blocks(key, value, sequence)))
-        return self._scattered(of_key.to(key.dtype), sequence), self._scattered(of_value.to(value.dtype), sequence)
+        of_keys = _Scatter(of_key.to(key.dtype), sequence, self._group)
+        of_values = _Scatter(of_value.to(value.dtype), sequence, self._group)
+        return of_keys.finish(), of_values.finish()
 
-    def _gathered(self, local: Tensor, sequence: SequenceSlice) -> Tensor:
-        """[b, g, n, d] -> [b, g, s, d], in the order of the sequence."""
-        every = local.new_empty((self._group.size(), *local.shape))
-        dist.all_gather_into_tensor(every.flatten(0, 1), local.contiguous(), group=self._group)
-        parts: dict[int, Tensor] = {}
-        for theirs, runs in zip(every, sequence.runs, strict=True):
-            pieces = theirs.split([len(run) for run in runs], dim=2)
-            parts |= {run.start: piece for run, piece in zip(runs, pieces, strict=True)}
-        return torch.cat([parts[start] for start in sorted(parts)], dim=2)
 
-    def _scattered(self, whole: Tensor, sequence: SequenceSlice) -> Tensor:
-        """[b, g, s, d] -> [b, g, n, d], summed over the ranks."""
-        every = torch.stack(
+class _Gather:
+    """An all-gather that has begun: [b, g, n, d] of each rank -> [b, g, s, d], in the order of the sequence."""
+
+    def __init__(self, local: Tensor, group: dist.ProcessGroup) -> None:
+        self._local = local.contiguous()
+        self._every = local.new_empty((group.size(), *local.shape))
+        self._work = dist.all_gather_into_tensor(self._every.flatten(0, 1), self._local, group=group, async_op=True)
+
+    def finish(self, sequence: SequenceSlice) -> Tensor:
+        """Wait, and return the whole."""
+        self._work.wait()
+        return _in_order(self._every, sequence)
+
+
+def _in_order(every: Tensor, sequence: SequenceSlice) -> Tensor:
+    """The parts of all ranks [c, b, g, n, d] in the order of the sequence, [b, g, s, d]."""
+    parts: dict[int, Tensor] = {}
+    for theirs, runs in zip(every, sequence.runs, strict=True):
+        pieces = theirs.split([len(run) for run in runs], dim=2)
+        parts |= {run.start: piece for run, piece in zip(runs, pieces, strict=True)}
+    return torch.cat([parts[start] for start in sorted(parts)], dim=2)
+
+
+class _Scatter:
+    """A reduce-scatter that has begun: [b, g, s, d] -> [b, g, n, d] of this rank, summed over the ranks."""
+
+    def __init__(self, whole: Tensor, sequence: SequenceSlice, group: dist.ProcessGroup) -> None:
+        self._every = torch.stack(
             [torch.cat([whole[:, :, run.start : run.stop] for run in runs], dim=2) for runs in sequence.runs]
         )
-        local = every.new_empty(every.shape[1:])
-        dist.reduce_scatter_tensor(local, every.flatten(0, 1), group=self._group)
-        return local
+        self._local = self._every.new_empty(self._every.shape[1:])
+        self._work = dist.reduce_scatter_tensor(self._local, self._every.flatten(0, 1), group=group, async_op=True)
+
+    def finish(self) -> Tensor:
+        """Wait, and return the sum."""
+        self._work.wait()
+        return self._local
 
 
 class RingExchange:
