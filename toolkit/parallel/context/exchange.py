@@ -67,21 +67,27 @@ class GatherExchange:
 
     def blocks(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[list[KeyValueBlock]]:
         """Yield the whole sequence as one block, in its order."""
-        of_keys = _Gather(key, self._group)
-        of_values = _Gather(value, self._group)  # values arrive while keys are put in order
-        whole = KeyValueBlock(
-            positions=range(sequence.length), key=of_keys.finish(sequence), value=of_values.finish(sequence)
-        )
-        yield [whole]
+        gathers = [_Gather(key, self._group), _Gather(value, self._group)]
+        # Values arrive while keys are put in order; what was gathered of keys is freed before values are copied.
+        whole_key = gathers.pop(0).finish(sequence)
+        whole_value = gathers.pop(0).finish(sequence)
+        yield [KeyValueBlock(positions=range(sequence.length), key=whole_key, value=whole_value)]
 
     def gradients(
         self, key: Tensor, value: Tensor, sequence: SequenceSlice, compute: Gradients
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of this rank's keys and values, summed over the queries of all ranks."""
         ((of_key, of_value),) = compute(next(self.blocks(key, value, sequence)))
-        of_keys = _Scatter(of_key.to(key.dtype), sequence, self._group)
-        of_values = _Scatter(of_value.to(value.dtype), sequence, self._group)
-        return of_keys.finish(), of_values.finish()
+        return self._scattered(of_key.to(key.dtype), sequence), self._scattered(of_value.to(value.dtype), sequence)
+
+    def _scattered(self, whole: Tensor, sequence: SequenceSlice) -> Tensor:
+        """[b, g, s, d] -> [b, g, n, d], summed over the ranks."""
+        every = torch.stack(
+            [torch.cat([whole[:, :, run.start : run.stop] for run in runs], dim=2) for runs in sequence.runs]
+        )
+        local = every.new_empty(every.shape[1:])
+        dist.reduce_scatter_tensor(local, every.flatten(0, 1), group=self._group)
+        return local
 
 
 class _Gather:
@@ -105,22 +111,6 @@ def _in_order(every: Tensor, sequence: SequenceSlice) -> Tensor:
         pieces = theirs.split([len(run) for run in runs], dim=2)
         parts |= {run.start: piece for run, piece in zip(runs, pieces, strict=True)}
     return torch.cat([parts[start] for start in sorted(parts)], dim=2)
-
-
-class _Scatter:
-    """A reduce-scatter that has begun: [b, g, s, d] -> [b, g, n, d] of this rank, summed over the ranks."""
-
-    def __init__(self, whole: Tensor, sequence: SequenceSlice, group: dist.ProcessGroup) -> None:
-        self._every = torch.stack(
-            [torch.cat([whole[:, :, run.start : run.stop] for run in runs], dim=2) for runs in sequence.runs]
-        )
-        self._local = self._every.new_empty(self._every.shape[1:])
-        self._work = dist.reduce_scatter_tensor(self._local, self._every.flatten(0, 1), group=group, async_op=True)
-
-    def finish(self) -> Tensor:
-        """Wait, and return the sum."""
-        self._work.wait()
-        return self._local
 
 
 class RingExchange:
