@@ -283,8 +283,10 @@ BIASED = {
 @pytest.mark.parametrize(
     ("backend", "model", "parallel"),
     [
-        ("aot_eager", SHARED, {"dp": 2, "ep": 2, "recompute": "full"}),
-        ("aot_eager", BIASED, {"tp": 2, "experts": "inner", "sequence_parallel": True}),
+        pytest.param("aot_eager", SHARED, {"dp": 2, "ep": 2, "recompute": "full"}, marks=pytest.mark.daily),
+        pytest.param(
+            "aot_eager", BIASED, {"tp": 2, "experts": "inner", "sequence_parallel": True}, marks=pytest.mark.whole
+        ),
         *(
             pytest.param(backend, model, parallel, marks=[pytest.mark.whole, NEEDS_COMPILER])
             for backend in ("aot_eager", "inductor")

@@ -106,7 +106,7 @@ def steps(stub: StubProcess, make_recipe: MakeRecipe) -> Steps:
     return of
 
 
-DAILY = ("dp2-z2", "dp2-z3", "dp2-ep2-z2", "dp2-cp2-tp2-z2", "first stage of ZB-V")
+DAILY = ("dp2-z3", "dp2-ep2-z2", "dp2-cp2-tp2-z2", "first stage of ZB-V")
 """Cases of `make test`, one for each kind of parallelism: a case takes seconds to train."""
 PARAMETERS = [pytest.param(one, id=one.name, marks=() if one.name in DAILY else pytest.mark.whole) for one in CASES]
 every_case = pytest.mark.parametrize("one", PARAMETERS)

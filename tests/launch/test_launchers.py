@@ -143,6 +143,7 @@ def test_dstk_train_ends_all_ranks_when_one_dies(
     assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
 
+@pytest.mark.daily
 def test_a_stopped_dstk_train_saves_and_takes_its_ranks_with_it(
     environment: dict[str, str], small_recipe: Path, tmp_path: Path
 ) -> None:

@@ -283,17 +283,29 @@ def _chosen(strategy: str, cells: Sequence[Cell]) -> Sequence[Cell]:
 
 
 @cache
-def daily_cells() -> tuple[Cell, ...]:
+def paired_cells() -> tuple[Cell, ...]:
     """Cells that cover every pair of strategy and option, and every pair of options, and share their baselines."""
-    cells = legal_cells()
-    full = [cell for cell in cells if cell.strategy in STRATEGIES]
+    full = [cell for cell in legal_cells() if cell.strategy in STRATEGIES]
     return tuple(covering_subset(full, lambda cell: (cell.strategy, *cell.options), shares_baselines=True))
 
 
 @cache
 def long_cells() -> frozenset[Cell]:
-    """Cells of the daily subset that cover every pair of strategy parts and options."""
-    return frozenset(covering_subset(daily_cells(), lambda cell: (*cell.parts, *cell.options)))
+    """Those of them that cover every pair of strategy parts and options."""
+    return frozenset(covering_subset(paired_cells(), lambda cell: (*cell.parts, *cell.options)))
+
+
+@cache
+def daily_cells() -> tuple[Cell, ...]:
+    """Cells of `make test`: every strategy, and every pair of strategy parts and options, with shared baselines."""
+    return tuple(
+        covering_subset(
+            paired_cells(),
+            lambda cell: (*cell.parts, *cell.options),
+            each=lambda cell: cell.strategy,
+            shares_baselines=True,
+        )
+    )
 
 
 def steps_of(cell: Cell) -> int:
@@ -305,16 +317,21 @@ def covering_subset(
     cells: Sequence[Cell],
     axes: Callable[[Cell], tuple[object, ...]],
     *,
+    each: Callable[[Cell], object] | None = None,
     balanced: bool = True,
     shares_baselines: bool = False,
 ) -> list[Cell]:
-    """Choose cells that cover every pair of values of two axes, greedily and deterministically.
+    """Choose cells that cover every pair of values of two axes and every value of `each`, greedily and
+    deterministically.
 
     `balanced` breaks ties by how seldom the options were chosen; otherwise the first cell wins. With
     `shares_baselines` a cell that needs another baseline has to cover more: each training of it is worth a third of a
     pair, which halves what all cells and baselines train together.
     """
-    shows = {cell: set(combinations(enumerate(axes(cell)), 2)) for cell in cells}
+    shows: dict[Cell, set[object]] = {cell: set(combinations(enumerate(axes(cell)), 2)) for cell in cells}
+    if each is not None:
+        for cell, shown in shows.items():
+            shown.add(each(cell))
     missing = set[object]().union(*shows.values())
     used: Counter[object] = Counter()
     trained: set[Mathematics] = set()

@@ -102,7 +102,7 @@ that micro-batches differ in their numbers of target tokens.
 That makes **{cells} cells**: {full} strategies with every combination of options, and {layouts} more layouts with
 enough combinations for every pair of options. Names are those of `dstk compare`; `sp` is Megatron sequence parallelism,
 `u` Ulysses. {long_cells} cells train {long} steps, the others {short}. `make test` runs {daily} of them for {short}
-steps, in which every strategy of the {full} occurs with each value of each option, and every pair of options.
+steps, in which every strategy of the {full} occurs, and every pair of options and parts of a strategy.
 
 Each cell compares
 

@@ -19,21 +19,14 @@ Make = Callable[..., Recipe]
 Ranks = Callable[..., list[Any]]
 
 DAILY = (
-    "pp2-zbh1-z0:gpt2-adamw-a4-clip-tied-fp32",
-    "pp2-zbh1-z1-recompute:qwen3-adamw-a4-clip-tied-fp32",
-    "pp2-zbv-z1:gpt2-muon-a4-clip-tied-fp32",
     "pp2-zbv-z0-recompute:llama-sgd-a4-clip-untied-fp32",
-    "pp2x2-z1:qwen3-sgd-a4-clip-untied-fp32",
     "pp2x2-z0:qwen3_moe-adamw-a4-clip-untied-fp32",
-    "pp2-gpipe-z1:llama-sgd-a4-clip-untied-fp32",
-    "pp2-1f1b-z1:qwen3-adamw-a4-clip-tied-fp32",
-    "pp2-zbh1-z1:llama-adamw-a4-clip-tied-bf16",
-    "tp2-pp2-zbv-z1:gpt2-adamw-a4-clip-tied-fp32",
     "tp2-pp2-zbh1-z0:llama-sgd-a4-clip-untied-fp32",
 )
-"""Cells of every day; the others are of the whole matrix."""
+"""Cells of every day; the others are of the whole matrix. Random compositions (tests/fuzz) have schedules too."""
 CELLS = [
-    pytest.param(cell, id=str(cell), marks=() if str(cell) in DAILY else pytest.mark.whole) for cell in schedule_cells()
+    pytest.param(cell, id=str(cell), marks=pytest.mark.daily if str(cell) in DAILY else pytest.mark.whole)
+    for cell in schedule_cells()
 ]
 
 

@@ -10,6 +10,7 @@ import ast
 import hashlib
 import json
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ DAILY_SECONDS = 2.0
 """What the long cases of a test function may take in `make test`, all together."""
 SECONDS_OF_SHORT_CASES = 30.0
 """The same of shorter ones."""
-LONGEST_DAILY_CASE = 4.0
+LONGEST_DAILY_CASE = 6.0
 """A test function whose cases take longer, on average, runs in `make test` only where its file has few others."""
 SECONDS_OF_A_FILE = 4.0
 """What long tests of a file take in `make test`, at least, where it has as many."""
@@ -135,7 +136,7 @@ def exists(name: str) -> bool:
     path, *parts = name.split("::")
     if not (ROOT / path).is_file():
         return False
-    node: ast.AST = ast.parse((ROOT / path).read_text())
+    node: ast.AST = _parsed(path)
     for part in parts:
         children = {
             child.name: child
@@ -146,6 +147,11 @@ def exists(name: str) -> bool:
             return False
         node = children[part]
     return True
+
+
+@cache
+def _parsed(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
 
 
 class Durations:
