@@ -13,7 +13,7 @@ from toolkit.config.pipeline_schedules import KINDS, SPLITTING, schedule_of
 from toolkit.estimate.memory_request import MemoryRequest
 from toolkit.estimate.schedule_memory import StageBytes, schedule_peak
 
-LAYOUTS = ("pp2-gpipe", "pp3-gpipe", "pp3-1f1b", "pp2x2", "pp3-zbh1", "pp2-zbv")
+LAYOUTS = ("pp2-gpipe", "pp3-gpipe", "pp3-1f1b", "pp2x2", "pp3-zbh1", "pp2-zbv", "u2-cp1-pp4", "u2-cp1-pp2-zbh1")
 
 
 @pytest.mark.parametrize(
@@ -32,26 +32,32 @@ def test_the_peak_of_every_rank_of_a_schedule_is_known_within_three_percent(
     from toolkit.dsconfig.build import build
     from toolkit.planner.run_memory import memory_request, settings_of
 
-    fields = Strategy.parse(layout).sections(1)["parallel"]
+    strategy = Strategy.parse(layout)
+    world_size = strategy.world_size(1)
+    fields = strategy.sections(1)["parallel"]
     recipe = make_recipe(
         parallel={name: value for name, value in fields.items() if name != "dp"},
         batch={"global_batch_size": MICRO_BATCHES * SAMPLES, "micro_batch_size": SAMPLES},
         train__steps=1,
         overrides__n_layer=8,
+        overrides__n_positions=128,
         overrides__attn_pdrop=0.0,
+        data__seq_len=32 * strategy.cp * strategy.cp_ulysses,
     )
-    measured = ranks(partial(one_more_step, updates=True), recipe.parallel.pp, recipe)
-    job = Job.of(recipe, recipe.parallel.pp)
+    measured = ranks(partial(one_more_step, updates=True), world_size, recipe)
+    job = Job.of(recipe, world_size)
     asked = memory_request(recipe, job.layout, job.batch)
     cpu = replace(asked.setup, computation=replace(asked.setup.computation, device="cpu"))
     config = build(job, hidden_size=cpu.model.shape.hidden, device="cpu")
     request = replace(asked, setup=cpu, framework=settings_of(config, recipe, "cpu"))
     bounds = list(accumulate(measured[0].stage_layers, initial=0))
     monkeypatch.setattr(MemoryRequest, "_stage_layers", lambda self: [range(*edge) for edge in pairwise(bounds)])
+    estimated = {breakdown.stage: breakdown for breakdown in request.stages()}
+    assert {rank.pipe for rank in measured} == set(estimated)
     errors = {}
-    for rank, breakdown in nonempty(list(zip(measured, request.stages(), strict=True))):
-        assert rank.pipe == breakdown.stage
-        errors[breakdown.stage] = (breakdown.allocated - breakdown.static) / rank.peak - 1
+    for rank in measured:
+        breakdown = estimated[rank.pipe]
+        errors[rank.pipe] = (breakdown.allocated - breakdown.static) / rank.peak - 1
     assert max(errors.values(), key=abs) == pytest.approx(0, abs=0.03), errors
 
 
@@ -71,6 +77,28 @@ def test_a_frozen_reference_is_in_the_peak_of_every_rank(make_recipe: Callable[.
         assert having.reference > 0
         assert having.static - without.static == having.reference
         assert having.allocated - without.allocated == having.reference
+
+
+def test_a_stage_keeps_the_outputs_of_exchanged_heads_of_its_own_layers(make_recipe: Callable[..., Any]) -> None:
+    """Of each micro-batch in flight: as many as there are stages from it to the end."""
+    from toolkit.config.job import Job
+    from toolkit.planner.run_memory import memory_request
+
+    kept = []
+    layers: list[int] = []
+    for heads in (1, 2):
+        recipe = make_recipe(
+            parallel={"pp": 4, "cp": 2, "cp_ulysses": heads},
+            batch={"global_batch_size": 8, "micro_batch_size": 1},
+            overrides__n_layer=8,
+        )
+        job = Job.of(recipe, 8)
+        request = replace(memory_request(recipe, job.layout, job.batch), stand_ins=True)
+        kept.append([stage.activations["attention"] for stage in request.stages()])
+        layers = [stage.layers for stage in request.stages()]
+    outputs = 16 * 48 * 4  # positions of a rank, hidden size, fp32
+    differences = [exchanged - alone for alone, exchanged in nonempty(list(zip(*kept, strict=True)))]
+    assert differences == [count * in_flight * outputs for count, in_flight in zip(layers, (4, 3, 2, 1), strict=True)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

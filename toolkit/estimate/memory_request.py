@@ -145,7 +145,6 @@ class MemoryRequest:
             return stage_breakdown(self.setup, self.framework, self.gpu, stage, layers)
         setup = self.setup
         layout = setup.layout
-        shape = setup.model.shape
         is_last = stage == layout.pp - 1
         rank = rank_states(setup, self.framework, stage, layers)
         params = rank.params
@@ -153,22 +152,22 @@ class MemoryRequest:
         rank_pass = self._rank_pass(_part_of(stage, layout.pp), rank.precision)
         recorded = activations(rank_pass, setup.micro_batch_size, setup.rank_positions)
         in_flight = in_flight_micro_batches(layout.pp, stage, setup.accumulation)
-        tile = 0
-        if layout.tiled_mlp:
-            tokens = setup.micro_batch_size * setup.rank_positions
-            tile = tile_bytes(shape, tokens, rank.itemsize, tp=layout.tp)
-        peak, fresh, casts = _worst_moment(setup, recorded, rank, layers, in_flight, tile)
+        peak, fresh, casts = _worst_moment(setup, recorded, rank, layers, in_flight)
         gathered = states.gathered + casts
         away = max(recorded.offloaded(layers)) if layout.offload_activations else 0
         buffers = _pipeline_buffers(setup, self.framework, stage, rank.product_bytes)
         by_kind, logits = _activations_by_kind(recorded, layers, in_flight, peak - fresh, away, has_head=is_last)
-        routers = in_flight * kept_by_router_losses(setup, layers)
-        if routers:
-            by_kind["routers"] = routers
-            peak += routers
+        beside = {
+            "routers": in_flight * kept_by_router_losses(setup, layers),
+            "attention": in_flight * _outputs_of_heads(setup, layers, rank.product_bytes),
+        }
+        for kind, size in beside.items():
+            if size:
+                by_kind[kind] = by_kind.get(kind, 0) + size
+                peak += size
         # Both beyond the resident bytes: while the last micro-batch computes, and at the end of the step.
         backward = states.accumulated + states.buckets + gathered + buffers.at_peak + peak
-        last = states.accumulated + states.last_gradient + gathered + buffers.at_peak - buffers.keys_and_values
+        last = states.accumulated + states.last_gradient + gathered + buffers.at_peak
         update = max(last, max(states.reduction, states.step) + buffers.between)
         breakdown = self._broken_down(
             stage,
@@ -195,7 +194,7 @@ class MemoryRequest:
                 states=states,
                 params=params,
                 buffers=buffers,
-                workspace=breakdown.workspace + routers,
+                workspace=breakdown.workspace + sum(beside.values()),
             ),
         )
 
@@ -280,7 +279,7 @@ class MemoryRequest:
         for stage, share in zip(own_stages, shares, strict=True):
             bytes_of[stage] = replace(bytes_of[stage], gradients=int(accumulated * share))
         peak = schedule_peak(schedule, pipe, bytes_of, hidden=buffers.hidden)
-        backward = peak.gradients + states.buckets + states.gathered + buffers.keys_and_values + peak.live
+        backward = peak.gradients + states.buckets + states.gathered + peak.live
         last = accumulated + states.last_gradient + states.gathered + peak.messages
         update = max(last, states.reduction, states.step)
         return self._broken_down(
@@ -288,7 +287,7 @@ class MemoryRequest:
             rank,
             buffers,
             gradients=peak.gradients,
-            buckets=states.buckets + peak.messages + buffers.keys_and_values,
+            buckets=states.buckets + peak.messages,
             gathered=states.gathered,
             activations=_kinds_at(peak, passes, stage_layers, bytes_of),
             backward=backward,
@@ -364,8 +363,8 @@ class MemoryRequest:
         """Return what one micro-batch of a stage takes."""
         setup = self.setup
         layout = setup.layout
-        routers = kept_by_router_losses(setup, layers)
-        kept = recorded.kept(layers) + routers
+        beside = kept_by_router_losses(setup, layers) + _outputs_of_heads(setup, layers, rank.product_bytes)
+        kept = recorded.kept(layers) + beside
         # What a stage of the same rank handed on is an output there, and counted there.
         is_handed_on = stage > 0 and layout.stage_ranks[stage - 1] == layout.stage_ranks[stage]
         shared = hidden if is_handed_on else 0
@@ -386,9 +385,9 @@ class MemoryRequest:
             waiting = tokens * rank.itemsize * parameters.product_widths(layers, tp=layout.tp) + head_waiting
         product = parameters.largest_matrix(layers, tp=layout.tp) * rank.itemsize
         return StageBytes(
-            forward=recorded.peak_with_loss(layers) + routers - shared,
+            forward=recorded.peak_with_loss(layers) + beside - shared,
             kept=kept - shared,
-            backward=recorded.backward_peak(layers) + routers - shared,
+            backward=recorded.backward_peak(layers, in_layer=_in_layer(setup, rank)) + beside - shared,
             waiting=waiting,
             weights=max(waiting + product, head_waiting + head_product),
         )
@@ -519,8 +518,20 @@ def _pipeline_buffers(
         is_last=layout.stage_ranks[-1] == stage,
         micro_batches=setup.accumulation,
         exchanged=_exchanged(setup, tokens) * product_bytes if layout.ulysses > 1 else 0,
-        keys_and_values=_keys_and_values(setup, tokens, product_bytes) if layout.cp > 1 or setup.blocks else 0,
     )
+
+
+def _in_layer(setup: TrainingSetup, rank: RankStates) -> int:
+    """Bytes in the backward pass of a layer that its recording lacks: of attention, or of a tile of the MLP."""
+    layout = setup.layout
+    tokens = setup.micro_batch_size * setup.rank_positions
+    of_attention = 0
+    of_tile = 0
+    if layout.cp > 1 or setup.blocks:
+        of_attention = _keys_and_values(setup, tokens, rank.product_bytes)
+    if layout.tiled_mlp:
+        of_tile = tile_bytes(setup.model.shape, tokens, rank.itemsize, tp=layout.tp)
+    return max(of_attention, of_tile)
 
 
 def _keys_and_values(setup: TrainingSetup, tokens: int, itemsize: int) -> int:
@@ -528,8 +539,8 @@ def _keys_and_values(setup: TrainingSetup, tokens: int, itemsize: int) -> int:
 
     On one rank: their gradients in fp32. Gathered: those of whole sequences, and their gradients in fp32. In a ring:
     those at hand and those that arrive, their gradients, of the rank's own as well, in fp32, and the gradients that are
-    sent and that arrive. Known error:
-    they are added to the peak of the recording, which may be another moment than attention.
+    sent and that arrive. Known error: they are added to the peak of the layer, which may be another moment than
+    attention.
     """
     shape = setup.model.shape
     layout = setup.layout
@@ -537,28 +548,43 @@ def _keys_and_values(setup: TrainingSetup, tokens: int, itemsize: int) -> int:
     width = 2 * key_value_width(shape, layout.cp_ulysses * layout.tp)
     if layout.cp == 1:
         return tokens * width * 4
-    of_heads = 0
-    if layout.cp_ulysses > 1:
-        # Outputs of attention are kept as they were computed and as they came back to the rank.
-        of_heads = _exchanged(setup, tokens) * itemsize // layout.tp
+    recomputed = 0
+    if layout.cp_ulysses > 1 and layout.recompute != "none":
+        recomputed = _outputs_of_layer(setup, itemsize)
     if setup.exchange(itemsize) == "gather":
-        return of_heads + whole * width * (itemsize + 4)
-    return of_heads + layout.cp_ulysses * tokens * width * (4 * itemsize + 8)
+        return recomputed + whole * width * (itemsize + 4)
+    return recomputed + layout.cp_ulysses * tokens * width * (4 * itemsize + 8)
+
+
+def _outputs_of_heads(setup: TrainingSetup, layers: Sequence[int], itemsize: int) -> int:
+    """Bytes that layers keep of a micro-batch where context-parallel ranks exchange heads: outputs of attention as they
+    were computed, beside those that came back to the rank. 0 in layers that are recomputed."""
+    layout = setup.layout
+    if layout.cp_ulysses == 1 or layout.recompute == "selective":
+        return 0
+    keeping = sum(not recomputes(layout.recompute, layer) for layer in layers)
+    return keeping * _outputs_of_layer(setup, itemsize)
+
+
+def _outputs_of_layer(setup: TrainingSetup, itemsize: int) -> int:
+    """Bytes of the outputs of a layer's attention on a rank."""
+    shape = setup.model.shape
+    tokens = setup.micro_batch_size * setup.rank_positions
+    return tokens * shape.heads * shape.head_dim * itemsize // setup.layout.tp
 
 
 def _exchanged(setup: TrainingSetup, tokens: int) -> int:
     """Numbers that a rank of Ulysses keeps of a micro-batch beside its recording."""
     shape = setup.model.shape
-    layout = setup.layout
-    recompute = layout.recompute
+    recompute = setup.layout.recompute
     # Of layers whose backward pass has not run: all that are not recomputed, or the one that is.
     outputs = max(1, sum(not recomputes(recompute, layer) for layer in range(shape.layers)))
     if recompute == "selective":
         outputs = 1
-    if layout.cp_ulysses > 1 or not setup.computation.documents:
+    if not setup.computation.documents:
         return outputs * tokens * shape.heads * shape.head_dim
     # A mask of all positions. With one, keys and values are copied for each head, unless a rank has a single one.
-    copied = 2 * (shape.heads - shape.kv_heads) if shape.kv_heads > layout.ulysses else 0
+    copied = 2 * (shape.heads - shape.kv_heads) if shape.kv_heads > setup.layout.ulysses else 0
     mask = setup.micro_batch_size * setup.seq_len**2
     return mask + outputs * tokens * (shape.heads + copied) * shape.head_dim
 
@@ -583,7 +609,7 @@ def casts_to_come(params: RankParameters) -> list[int]:
 
 
 def _worst_moment(
-    setup: TrainingSetup, recorded: Activations, rank: RankStates, layers: range, in_flight: int, tile: int
+    setup: TrainingSetup, recorded: Activations, rank: RankStates, layers: range, in_flight: int
 ) -> tuple[int, int, int]:
     """Return bytes of activations and fresh gradients at the worst moment, of these gradients, and autocast's copies.
 
@@ -602,7 +628,7 @@ def _worst_moment(
         gradients_kept=[fresh_layer * numel // max(1, params.trained_layer) for numel in params.trained_layers],
         casts_to_come=missing,
         offloaded=offloads,
-        tile=tile,
+        in_layer=_in_layer(setup, rank),
     )
     if not rank.copies_weights:
         return peak, fresh, 0

@@ -38,14 +38,10 @@ class PipelineBuffers:
     """Bytes that Ulysses exchanges: outputs of attention, which are kept as they were computed and as they came back to
     the rank; and the mask where documents do not attend to each other. 0 without Ulysses."""
 
-    keys_and_values: int = 0
-    """Bytes of keys and values of other ranks, and of gradients, in the toolkit's own attention; else 0."""
-
     @property
     def at_peak(self) -> int:
         """Bytes beside the recording: the last stage's receive buffer; other stages have theirs in recordings."""
-        received = self.hidden if self.weight_bytes and self.is_last else self.exchanged
-        return received + self.keys_and_values
+        return self.hidden if self.weight_bytes and self.is_last else self.exchanged
 
     @property
     def between(self) -> int:

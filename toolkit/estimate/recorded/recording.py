@@ -345,14 +345,14 @@ class Activations:
         gradients_kept: Sequence[int] = (),
         casts_to_come: Sequence[int] = (),
         offloaded: bool = False,
-        tile: int = 0,
+        in_layer: int = 0,
     ) -> tuple[int, int]:
         """The most that is live at once on a stage with these layers, and its part that is gradients of weights.
 
         `in_flight`: micro-batches whose activations are kept. `gradients_kept`: bytes of each layer's gradients, if
         this backward pass allocates them; each finished layer adds its own. `casts_to_come`: bytes of autocast's copies
         of weights that are counted beside this and not made yet, at each moment before the head. `offloaded`: what
-        layers keep goes to the host. `tile`: bytes of an MLP's tile in the backward pass, which the recording lacks.
+        layers keep goes to the host. `in_layer`: bytes in the backward pass of a layer, which the recording lacks.
         """
         moments = [
             (moment - to_come, 0)
@@ -368,7 +368,7 @@ class Activations:
         sizes = gradients_kept or [0] * len(layers)
         for kind, size in zip(reversed(self._kinds(layers)), reversed(sizes), strict=True):
             step = self.backward[kind]
-            moments.append((level + step.peak + tile, finished))
+            moments.append((level + step.peak + in_layer, finished))
             level += step.delta + (0 if len(moments) > before + 1 else self.end_layers[2])
             finished += size
         moments.append((level + self.embedding_backward.peak, finished))
@@ -399,14 +399,17 @@ class Activations:
         peaks = [self.forward[kind].peak for kind in set(self._kinds(layers))]
         return max(self.embedding.peak, self.embedding.delta + max(peaks, default=0))
 
-    def backward_peak(self, layers: range) -> int:
-        """The most that is live in the backward pass of a micro-batch, the sums of gradients of weights aside."""
+    def backward_peak(self, layers: range, *, in_layer: int = 0) -> int:
+        """The most that is live in the backward pass of a micro-batch, the sums of gradients of weights aside.
+
+        `in_layer`: bytes in the backward pass of a layer, which the recording lacks.
+        """
         level = self.kept(layers)
         moments = [level + self.head_backward.peak]
         level += self.head_backward.delta
         for number, kind in enumerate(reversed(self._kinds(layers))):
             step = self.backward[kind]
-            moments.append(level + step.peak)
+            moments.append(level + step.peak + in_layer)
             level += step.delta + (0 if number else self.end_layers[2])
         return max(*moments, level + self.embedding_backward.peak)
 
