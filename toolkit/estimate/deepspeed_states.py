@@ -6,7 +6,10 @@ F = N padded, group by group, to a multiple of 2D, P = F / D, S = the sum over p
 of a weight, of an accumulated gradient and of a gradient in transit.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple, Self
 
 from toolkit.config.update_chunk import UPDATE_CHUNK_ELEMENTS
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
@@ -96,87 +99,170 @@ def _bf16(s: DeepSpeedSettings, params: RankParameters, dp: int) -> ModelStates:
 
 
 def zero12_states(
-    s: DeepSpeedSettings, params: RankParameters, dp: int, data_rank: int, accumulation: int
+    settings: DeepSpeedSettings, params: RankParameters, dp: int, data_rank: int, accumulation: int
 ) -> ModelStates:
-    """DeepSpeedZeroOptimizer, stages 1 and 2."""
-    parts = [group.part(dp) for group in params.groups]
-    whole_flat = sum(group.padded(dp) for group in params.groups)
-    part = sum(parts)
-    w = s.model_bytes
-    a = s.accumulation_bytes
-    compact = w != a and a == 4
-    ranks = [data_rank // group.ep for group in params.groups]
-    owned = [(group, k * size, (k + 1) * size) for group, size, k in zip(params.groups, parts, ranks, strict=True)]
-    touched = sum(_touching(group, start, stop) for group, start, stop in owned)
-    # A norm in fp64 of each parameter that this rank updates a part of.
-    norms = 8 * sum(_count_touching(group, start, stop) for group, start, stop in owned) if s.offload_optimizer else 0
-    # One buffer of whole parameters, and zeros that pad the partition behind the last of them.
-    padding = sum(min(max(stop - group.numel, 0), stop - start) for group, start, stop in owned)
-    averaged = a * part if compact else w * (touched + padding)
-    complete = 0 if s.offload_optimizer and not compact else averaged
-    whole = max(a, w) * params.trained if s.zero_stage == 1 else 0
-    one_bucket = _staged_bytes(s) * s.reduce_bucket_size if s.contiguous_gradients else 0
-    all_buckets = one_bucket * (2 if s.overlap_comm else 1)
+    """Return the states of DeepSpeedZeroOptimizer, stages 1 and 2.
+
+    Stage 1 accumulates whole gradients and reduces them once; stage 2 reduces those of each micro-batch, beside the sum
+    of those before.
+    """
+    weight_bytes = settings.model_bytes
+    is_stage_1 = settings.zero_stage == 1
+    offloads = settings.offload_optimizer
+    partitions = [_Partition.of(group, dp, data_rank) for group in params.groups]
+    updated = [(partition.group, partition.numel) for partition in partitions]
+    partition_numel = sum(partition.numel for partition in partitions)
+    masters = 4 * partition_numel
+    moments = _moments(settings, params, [(group, numel, 1) for group, numel in updated])
+    gradients = _zero12_gradients(settings, params, partitions, accumulation)
+    buckets = _zero12_buckets(settings)
     # Stage 1 keeps the gradients of the whole pass, so that what the activations leave free is taken until it ends.
-    largest = params.largest_trained if s.zero_stage == 1 else params.largest_early
-    buckets = all_buckets + _reducing(s, params, largest)
-    keeps = s.zero_stage == 1 and w != a and touched < params.trained
-    sizes = [*zip(params.groups, parts, strict=True)]
-    fp32 = 4 * part
-    moments = _moments(s, params, [(group, size, 1) for group, size in sizes])
-    # Stage 1 accumulates whole gradients and reduces once; stage 2 reduces each micro-batch's, beside the sum.
-    if s.zero_stage == 1:
-        accumulated = whole if accumulation > 1 else 0
-    else:
-        accumulated = complete if compact or accumulation == 1 else 2 * complete
-    offload = s.offload_optimizer
-    staging = w * params.largest_trained if offload else 0
+    largest = params.largest_trained if is_stage_1 else params.largest_early
+    reducing = _reducing(settings, params, largest)
+    reducing_last = _reducing(settings, params, params.largest_trained)
+    touched = sum(partition.touched for partition in partitions)
+    stays_in_bucket = is_stage_1 and weight_bytes != settings.accumulation_bytes and touched < params.trained
+    update = 0 if offloads else _zero12_update(settings, params, updated, dp)
+    staging = weight_bytes * params.largest_trained if offloads else 0
     host = StateBytes(
-        parameters=w * part,
-        # Stage 2 reduces every micro-batch and sums on the host; stage 1 reduces once.
-        gradients=4 * part + (w * touched if s.zero_stage == 2 and accumulation > 1 and not compact else 0),
-        masters=fp32,
+        parameters=weight_bytes * partition_numel,
+        gradients=masters + gradients.waiting_on_host,
+        masters=masters,
         optimizer=moments,
         buckets=staging,
     )
+    padded_numel = sum(group.padded(dp) for group in params.groups)
     return ModelStates(
         resident=StateBytes(
-            parameters=w * (whole_flat + params.frozen.numel),
-            masters=0 if offload else fp32,
-            optimizer=0 if offload else moments,
+            parameters=weight_bytes * (padded_numel + params.frozen.numel),
+            masters=0 if offloads else masters,
+            optimizer=0 if offloads else moments,
             buckets=staging,
-            model_buffers=params.buffers(s.model_bytes),
+            model_buffers=params.buffers(weight_bytes),
             counters=4,
         ),
-        host=host if offload else StateBytes(),
-        accumulated=accumulated,
-        fresh_layer=max(a, w) * params.trained_layer if s.zero_stage == 1 and accumulation == 1 else 0,
+        host=host if offloads else StateBytes(),
+        accumulated=gradients.accumulated,
+        fresh_layer=gradients.fresh_layer,
         # Without overlap, stage 1 reduces when the backward pass is over.
-        buckets=buckets if s.zero_stage == 2 or s.overlap_comm else one_bucket,
-        last_gradient=w * params.largest_trained + all_buckets + _reducing(s, params, params.largest_trained),
-        reduction=(whole or complete) + all_buckets + _reducing(s, params, params.largest_trained),
-        complete=complete,
-        complete_buckets=one_bucket if keeps else 0,
-        host_complete=norms,
-        step=complete + (one_bucket if keeps else 0) + (0 if offload else _zero12_update(s, params, sizes, dp)),
+        buckets=buckets.all + reducing if not is_stage_1 or settings.overlap_comm else buckets.one,
+        last_gradient=weight_bytes * params.largest_trained + buckets.all + reducing_last,
+        reduction=gradients.at_reduction + buckets.all + reducing_last,
+        complete=gradients.averaged,
+        complete_buckets=buckets.one if stays_in_bucket else 0,
+        # A norm in fp64 of each parameter that this rank updates a part of.
+        host_complete=8 * sum(partition.parameters for partition in partitions) if offloads else 0,
+        step=gradients.averaged + (buckets.one if stays_in_bucket else 0) + update,
     )
 
 
-def _touching(group: ParameterGroup, start: int, stop: int) -> int:
-    """Elements of the parameters that have any element in [start, stop) of the flattened group, counted whole."""
-    stop = min(stop, group.numel)
-    if start >= stop:
-        return 0
-    return _boundary(group, stop - 1)[1] - _boundary(group, start)[0]
+@dataclass(frozen=True, kw_only=True)
+class _Partition:
+    """The elements [start, stop) of an optimizer group, flattened, that a rank updates; the last may be padding."""
+
+    group: ParameterGroup
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, group: ParameterGroup, dp: int, data_rank: int) -> Self:
+        """Return the partition of a data-parallel rank, which with experts is one of those with the same ones."""
+        numel = group.part(dp)
+        index = data_rank // group.ep
+        return cls(group=group, start=index * numel, stop=(index + 1) * numel)
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self.stop - self.start
+
+    @property
+    def padding(self) -> int:
+        """Elements behind the last parameter."""
+        return min(max(self.stop - self.group.numel, 0), self.numel)
+
+    @property
+    def touched(self) -> int:
+        """Elements of the parameters that have any element in the partition, counted whole."""
+        stop = min(self.stop, self.group.numel)
+        if self.start >= stop:
+            return 0
+        first, _ = _boundary(self.group, self.start)
+        _, last = _boundary(self.group, stop - 1)
+        return last - first
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters that have any element in the partition."""
+        count = 0
+        offset = 0
+        for numel in self.group:
+            count += offset < self.stop and offset + numel > self.start
+            offset += numel
+        return count
 
 
-def _count_touching(group: ParameterGroup, start: int, stop: int) -> int:
-    """Return the number of parameters that have any element in [start, stop) of the flattened group."""
-    offset = count = 0
-    for numel in group:
-        count += offset < stop and offset + numel > start
-        offset += numel
-    return count
+@dataclass(frozen=True, kw_only=True)
+class _Zero12Gradients:
+    """Bytes of gradients under ZeRO stages 1 and 2."""
+
+    averaged: int
+    """Of the rank's partition, before the update."""
+    accumulated: int
+    """While the last micro-batch computes."""
+    at_reduction: int
+    """While they are reduced."""
+    fresh_layer: int
+    """Of a decoder layer, where the backward pass allocates them."""
+    waiting_on_host: int
+    """Sums of earlier micro-batches in host memory."""
+
+
+def _zero12_gradients(
+    settings: DeepSpeedSettings, params: RankParameters, partitions: Sequence[_Partition], accumulation: int
+) -> _Zero12Gradients:
+    weight_bytes = settings.model_bytes
+    whole_bytes = max(settings.accumulation_bytes, weight_bytes)
+    sums_in_fp32 = weight_bytes != settings.accumulation_bytes == 4
+    touched = sum(partition.touched for partition in partitions)
+    if sums_in_fp32:
+        averaged = 4 * sum(partition.numel for partition in partitions)
+    else:
+        # Whole parameters, and zeros that pad the partition behind the last of them.
+        averaged = weight_bytes * (touched + sum(partition.padding for partition in partitions))
+        if settings.offload_optimizer:
+            averaged = 0
+    if settings.zero_stage == 1:
+        whole = whole_bytes * params.trained
+        return _Zero12Gradients(
+            averaged=averaged,
+            accumulated=whole if accumulation > 1 else 0,
+            at_reduction=whole or averaged,
+            fresh_layer=whole_bytes * params.trained_layer if accumulation == 1 else 0,
+            waiting_on_host=0,
+        )
+    adds_up = accumulation > 1 and not sums_in_fp32
+    return _Zero12Gradients(
+        averaged=averaged,
+        accumulated=2 * averaged if adds_up else averaged,
+        at_reduction=averaged,
+        fresh_layer=0,
+        waiting_on_host=weight_bytes * touched if adds_up else 0,
+    )
+
+
+class _Zero12Buckets(NamedTuple):
+    """Bytes of the buckets in which gradients are reduced: of one, and of all."""
+
+    one: int
+    all: int
+
+
+def _zero12_buckets(settings: DeepSpeedSettings) -> _Zero12Buckets:
+    one = 0
+    if settings.contiguous_gradients:
+        one = _staged_bytes(settings) * settings.reduce_bucket_size
+    return _Zero12Buckets(one=one, all=2 * one if settings.overlap_comm else one)
 
 
 def _boundary(group: ParameterGroup, offset: int) -> tuple[int, int]:
