@@ -199,15 +199,21 @@ class ModelParameters:
         their own.
         """
         shards = (tp, ep, inner)
-        decays = (True, False) if by_decay else (None,)
-        groups: tuple[tuple[bool | None, bool | None, bool | None], ...]
+        kinds: tuple[_GroupKind, ...]
         if by_matrix:
             copies = (False, True) if by_copies and tp > 1 else (None,)
-            hidden = tuple((True, True, copied) for copied in copies)
-            groups = (*hidden, (True, False, None), (False, False, None))
+            kinds = (
+                *(_GroupKind(decays=True, is_hidden=True, is_copied=is_copied) for is_copied in copies),
+                _GroupKind(decays=True, is_hidden=False),
+                _GroupKind(decays=False, is_hidden=False),
+            )
+        elif by_decay:
+            kinds = (_GroupKind(decays=True), _GroupKind(decays=False))
         else:
-            groups = tuple((decay, None, None) for decay in decays)
-        return _rank_parameters(self, self.layers if layers is None else layers, first, last, shards, groups)
+            kinds = (_GroupKind(),)
+        if ep > 1:
+            kinds = tuple(replace(kind, is_experts=is_experts) for kind in kinds for is_experts in (False, True))
+        return _rank_parameters(self, self.layers if layers is None else layers, first, last, shards, kinds)
 
     def largest_matrix(self, layers: Iterable[int], *, tp: int) -> int:
         """Return the elements of the largest matrix of a linear layer of these decoder layers, on one rank."""
@@ -255,6 +261,36 @@ class ModelParameters:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _GroupKind:
+    """What the parameters of one group of the optimizer have in common; None: it makes no difference."""
+
+    trains: bool = True
+    decays: bool | None = None
+    is_hidden: bool | None = None
+    """Whether they are matrices of decoder layers, of an optimizer that has those apart (Muon)."""
+    is_copied: bool | None = None
+    """Whether tensor-parallel ranks have copies of them."""
+    is_experts: bool | None = None
+
+    def has_inside(self, parameter: Parameter) -> bool:
+        """Whether a parameter of a decoder layer is in the group."""
+        return self._has(parameter) and self.is_hidden in (None, is_matrix(parameter.name, parameter.shape))
+
+    def has_outside(self, parameter: Parameter) -> bool:
+        """Whether a parameter outside the decoder layers is."""
+        return self._has(parameter) and self.is_hidden is not True
+
+    def _has(self, parameter: Parameter) -> bool:
+        is_copied = parameter.dim is None and not parameter.is_experts
+        return (
+            parameter.trainable == self.trains
+            and self.decays in (None, parameter.decays)
+            and self.is_copied in (None, is_copied)
+            and self.is_experts in (None, parameter.is_experts)
+        )
+
+
 @lru_cache(maxsize=4096)
 def _rank_parameters(
     model: ModelParameters,
@@ -262,13 +298,9 @@ def _rank_parameters(
     first: bool,
     last: bool,
     shards: tuple[int, int, bool],
-    optimizer_groups: tuple[tuple[bool | None, bool | None, bool | None], ...],
+    group_kinds: tuple[_GroupKind, ...],
 ) -> RankParameters:
-    """Return a rank's part of a model.
-
-    `optimizer_groups`: of parameters that decay or not, that are matrices of decoder layers or not, that
-    tensor-parallel ranks have copies of or not; None: all of them.
-    """
+    """Return a rank's part of a model, whose optimizer has groups of these kinds."""
     tp, ep, inner = shards
 
     def numels(parameters: Iterable[Parameter], wanted: Callable[[Parameter], bool]) -> tuple[int, ...]:
@@ -281,7 +313,23 @@ def _rank_parameters(
 
     kinds = [model.pattern[index] for index in layers]
     runs = [(kind, len(list(same))) for kind, same in groupby(kinds)]
-    groups, outside = _optimizer_groups(model, runs, optimizer_groups, ep, is_here, numels)
+    ends = (
+        tuple(parameter for parameter in model.front if is_here(parameter)),
+        tuple(parameter for parameter in model.back if is_here(parameter)),
+    )
+
+    def group_of(kind: _GroupKind) -> ParameterGroup:
+        first_end, last_end = (numels(end, kind.has_outside) for end in ends)
+        inside = [(numels(model.kinds[of_layer], kind.has_inside), times) for of_layer, times in runs]
+        return ParameterGroup(
+            runs=((first_end, 1), *inside, (last_end, 1)),
+            ep=ep if kind.is_experts else 1,
+            is_hidden=kind.is_hidden is True,
+        )
+
+    frozen = _GroupKind(trains=False)
+    groups = [group_of(kind) for kind in group_kinds]
+    outside = max(sum(sum(numels(end, kind.has_outside)) for end in ends) for kind in (*group_kinds, frozen))
 
     def of_kinds(wanted: Callable[[Parameter], bool]) -> tuple[int, ...]:
         sums = {kind: sum(numels(model.kinds[kind], wanted)) for kind in {*kinds}}
@@ -304,8 +352,8 @@ def _rank_parameters(
             of_kinds(lambda parameter: parameter.is_experts and parameter.name.endswith("down_proj_bias"))
         )
     return RankParameters(
-        groups=tuple(group for group in groups[:-1] if group.count),
-        frozen=groups[-1],
+        groups=tuple(group for group in groups if group.count),
+        frozen=group_of(frozen),
         layer_numels=of_kinds(lambda parameter: True),
         outside=outside,
         buffer_bytes=model.buffer_bytes + sum(model.layer_buffer_bytes[kind] for kind in kinds),
@@ -328,43 +376,3 @@ def _rank_parameters(
         zero_biases=zero_biases,
         placeholders=len(owners),
     )
-
-
-def _optimizer_groups(
-    model: ModelParameters,
-    runs: Iterable[tuple[int, int]],
-    kinds: Iterable[tuple[bool | None, bool | None, bool | None]],
-    ep: int,
-    is_here: Callable[[Parameter], bool],
-    numels: Callable[[Iterable[Parameter], Callable[[Parameter], bool]], tuple[int, ...]],
-) -> tuple[list[ParameterGroup], int]:
-    """The optimizer's groups, then what is frozen; and elements outside the layers of the group that has most."""
-    groups = []
-    outside = 0
-    of_experts = (False, True) if ep > 1 else (None,)
-    wanted_groups = [(True, *kind, ours) for kind in kinds for ours in of_experts]
-    for trains, decay, hidden, copied, ours in [*wanted_groups, (False, None, None, None, None)]:
-        facts = (decay, copied, ours)
-
-        def wanted(parameter: Parameter, trains: bool = trains, facts: tuple[bool | None, ...] = facts) -> bool:
-            is_copied = parameter.dim is None and not parameter.is_experts
-            properties = (parameter.decays, is_copied, parameter.is_experts)
-            return parameter.trainable == trains and all(
-                fact in (None, is_so) for fact, is_so in zip(facts, properties, strict=True)
-            )
-
-        def wanted_inside(
-            parameter: Parameter, hidden: bool | None = hidden, wanted: Callable[..., bool] = wanted
-        ) -> bool:
-            return wanted(parameter) and hidden in (None, is_matrix(parameter.name, parameter.shape))
-
-        here = (
-            [parameter for parameter in end if is_here(parameter) and hidden is not True]
-            for end in (model.front, model.back)
-        )
-        ends = [numels(end, wanted) for end in here]
-        inside = [(numels(model.kinds[kind], wanted_inside), times) for kind, times in runs]
-        outside = max(outside, sum(map(sum, ends)))
-        runs_of = ((ends[0], 1), *inside, (ends[1], 1))
-        groups.append(ParameterGroup(runs=runs_of, ep=ep if ours else 1, is_hidden=hidden is True))
-    return groups, outside
