@@ -237,45 +237,23 @@ class _ChunkedLoss(torch.autograd.Function):
             losses, ctx.gradients = _by_liger(x, w, b, targets, options, wanted)
             ctx.mark_non_differentiable(losses)
             return losses.sum(), losses
-        # Sums of chunks in fp32, so that their number does not matter; one chunk is not added to anything.
-        several = options.chunk < x.shape[0]
-        grad_hidden = torch.empty_like(x) if wanted[0] else None
-        grad_weight = torch.zeros(w.shape, dtype=exact, device=w.device) if wanted[1] and several else None
-        grad_bias = torch.zeros(w.shape[0], dtype=exact, device=w.device) if wanted[2] else None
+        gradients = _ChunkGradients(x, w, wanted, exact, is_single=options.chunk >= x.shape[0])
         losses = torch.empty(x.shape[0], dtype=exact, device=x.device)
         weights = options.weights
         if options.weigh is not None:
             _compute_losses(losses, x, w, b, targets, options)
             weights = options.weigh(losses)
-            if not any(wanted):
-                ctx.mark_non_differentiable(losses)
-                return (losses * weights).sum(), losses
-        for part in _chunks(x.shape[0], options.chunk):
-            chunk = x[part]
-            logits = _logits(chunk, w, b, exact)
-            weight_part = None if weights is None else weights[part]
-            if options.teacher is None:
-                losses[part], grad_logits = _losses_and_grad_logits(
-                    logits, targets[part], options, weight_part, any(wanted)
-                )
-            else:
-                teacher = options.teacher.map(lambda tensor, part=part: tensor[part])
-                losses[part], grad_logits = _distilled_chunk(
-                    logits, targets[part], teacher, options, weight_part, any(wanted)
-                )
-            del logits
-            if grad_bias is not None and grad_logits is not None:
-                grad_bias += grad_logits.sum(dim=0, dtype=exact)
-            if grad_hidden is not None and grad_logits is not None:
-                torch.mm(grad_logits, w, out=grad_hidden[part])  # [c, v] -> [c, h]
-            if grad_weight is not None and grad_logits is not None:
-                _add_product(grad_weight, grad_logits.t(), chunk)  # [v, c] @ [c, h]
-            elif wanted[1] and grad_logits is not None:
-                grad_weight = grad_logits.t() @ chunk
-            del grad_logits  # before the next chunk's logits are made
+        if options.weigh is None or any(wanted):
+            for part in _chunks(x.shape[0], options.chunk):
+                logits = _logits(x[part], w, b, exact)
+                losses[part], grad_logits = _chunk_losses(logits, part, targets, weights, options, any(wanted))
+                del logits
+                if grad_logits is not None:
+                    gradients.add(part, grad_logits)
+                del grad_logits  # before the next chunk's logits are made
         ctx.mark_non_differentiable(losses)
         # Not saved by autograd, which would hold them while they become gradients: then those are copied.
-        ctx.gradients = [grad_hidden, grad_weight, grad_bias]
+        ctx.gradients = gradients.take()
         return (losses if weights is None else losses * weights).sum(), losses
 
     @staticmethod
@@ -290,6 +268,41 @@ class _ChunkedLoss(torch.autograd.Function):
                 made.append(None if gradient is None else _scaled([gradient], factors[0], dtype))
             del gradient
         return (*made, None, None)
+
+
+class _ChunkGradients:
+    """Gradients of the hidden states [n, h], of the weight [v, h] and of the bias [v], from those of chunks of logits.
+
+    Sums of chunks are in fp32 at least, so that their number does not matter; one chunk is not added to anything.
+    """
+
+    def __init__(
+        self, x: torch.Tensor, w: torch.Tensor, wanted: list[bool], exact: torch.dtype, *, is_single: bool
+    ) -> None:
+        wants_hidden, wants_weight, wants_bias = wanted
+        self._x = x
+        self._w = w
+        self._wants_weight = wants_weight
+        self._hidden = torch.empty_like(x) if wants_hidden else None
+        self._bias = torch.zeros(w.shape[0], dtype=exact, device=w.device) if wants_bias else None
+        self._weight: torch.Tensor | None = None
+        if wants_weight and not is_single:
+            self._weight = torch.zeros(w.shape, dtype=exact, device=w.device)
+
+    def add(self, part: slice, grad_logits: torch.Tensor) -> None:
+        """Add those that follow from the gradients of a chunk's logits [c, v]."""
+        if self._bias is not None:
+            self._bias += grad_logits.sum(dim=0, dtype=self._bias.dtype)
+        if self._hidden is not None:
+            torch.mm(grad_logits, self._w, out=self._hidden[part])  # [c, v] -> [c, h]
+        if self._weight is not None:
+            _add_product(self._weight, grad_logits.t(), self._x[part])  # [v, c] @ [c, h]
+        elif self._wants_weight:
+            self._weight = grad_logits.t() @ self._x[part]
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Return the three."""
+        return [self._hidden, self._weight, self._bias]
 
 
 def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
@@ -355,6 +368,25 @@ def _logits(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, exact: tor
     """The products of a chunk [c, h] with the vocabulary, in the dtype of the losses, [c, v]; the caller's own."""
     products = x @ w.t() if b is None else torch.addmm(b, x, w.t())  # [c, h] -> [c, v]
     return products.to(exact)  # what it is converted from ends here, before the gradient is made
+
+
+def _chunk_losses(
+    logits: torch.Tensor,
+    part: slice,
+    targets: torch.Tensor,
+    weights: torch.Tensor | None,
+    options: _HeadLossOptions,
+    wants_gradients: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The losses of a chunk's tokens [c], and the gradients of their weighted sum by the products [c, v].
+
+    `part`: the chunk's tokens among all, of which `targets` and `weights` are. Overwrites `logits`, these products.
+    """
+    of_chunk = None if weights is None else weights[part]
+    if options.teacher is None:
+        return _losses_and_grad_logits(logits, targets[part], options, of_chunk, wants_gradients)
+    teacher = options.teacher.map(lambda tensor: tensor[part])
+    return _distilled_chunk(logits, targets[part], teacher, options, of_chunk, wants_gradients)
 
 
 def _losses_and_grad_logits(
