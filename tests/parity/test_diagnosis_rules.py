@@ -86,9 +86,10 @@ class TestTheOrder:
         ],
     )
     def test_the_earlier_one_is_named(self, first: str, second: str) -> None:
-        found = {pattern.name: pattern for pattern in PATTERNS}
-        both = ParityResult.of(found[second].plant(found[first].plant(BASELINE)), BASELINE)
-        assert diagnose(both).cause == found[first].cause
+        patterns = {pattern.name: pattern for pattern in PATTERNS}
+        earlier = patterns[first]
+        both = ParityResult.of(patterns[second].plant(earlier.plant(earlier.baseline)), earlier.baseline)
+        assert diagnose(both).cause == earlier.cause
 
 
 class TestChaosOrJump:

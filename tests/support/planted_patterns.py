@@ -717,7 +717,15 @@ PATTERNS = (
         plant=set_in(2),
         rule="second_forward_pass",
         cause=Cause.FORWARD,
-        says="weights after step 1 are right",
+        says="a parameter that was zero at first",
+        baseline=replace(BASELINE, initial=changed(BASELINE.initial, times(0), "bias")),
+    ),
+    Pattern(
+        name="a head that keeps the embedding from before the update",
+        plant=set_in(2),
+        rule="second_forward_pass",
+        cause=Cause.STALE,
+        says="computes with weights from before the update",
     ),
     Pattern(name="chaos", plant=grown(3), rule="growth", cause=Cause.CHAOS, says="cannot tell from rounding"),
     Pattern(

@@ -41,6 +41,7 @@ class Cause(StrEnum):
     SHARD = "wrong shard"
     ALL_REDUCE = "missing all-reduce"
     TYING = "weight tying"
+    STALE = "stale weights"
     STAGES = "scaled stages"
     MESSAGES = "pipeline messages"
     EXPERTS = "experts"

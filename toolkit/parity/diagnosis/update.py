@@ -84,6 +84,9 @@ def second_forward_pass(diff: ParityResult) -> Diagnosis | None:
     # The weights agree to rounding, so the loss of the same forward pass does too.
     if relative(loss, baseline_loss) <= 10 * max(diff.bounds.update, diff.bounds.curve.at(step)[0]):
         return None
+    initial = diff.baseline.initial
+    if initial and all(value.any() for value in initial.values()):
+        return diagnosis("stale weights", step=step, after=step + 1, run=loss, baseline=baseline_loss)
     return diagnosis("second forward pass", step=step, after=step + 1, run=loss, baseline=baseline_loss)
 
 
