@@ -88,6 +88,40 @@ def test_axolotls_yaml_becomes_a_recipe(tmp_path: Path) -> None:
     assert [note.partition("=")[0] for note in done.notes[1:]] == ["special_tokens"]
 
 
+def axolotl(tmp_path: Path, settings: dict[str, Any], *overrides: str, gpus: int = 2) -> WrittenRecipe:
+    """The recipe of a small YAML of axolotl, with other settings."""
+    whole = {
+        "base_model": "org/name",
+        "datasets": [{"path": "c.jsonl", "type": "chat_template"}],
+        "sequence_len": 64,
+        "learning_rate": 1e-4,
+        "max_steps": 10,
+    }
+    (tmp_path / "axolotl.yaml").write_text(yaml.safe_dump(whole | settings))
+    return recipe_of_setup(tmp_path / "axolotl.yaml", gpus=gpus, overrides=overrides)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("chat_template", "chat"), ("alpaca", "prompt_completion")])
+def test_the_format_of_axolotls_dataset_stays_with_a_source_of_the_user(
+    kind: str, expected: str, tmp_path: Path
+) -> None:
+    done = axolotl(tmp_path, {"datasets": [{"path": "c.jsonl", "type": kind}]}, "data.source=x.jsonl")
+    assert (done.recipe.data.source, done.recipe.data.format) == ("x.jsonl", expected)
+    assert any("type=alpaca" in note for note in done.notes) == (kind == "alpaca")
+
+
+def test_keys_of_axolotls_dataset_are_read_or_noted(tmp_path: Path) -> None:
+    dataset = {"path": "c.jsonl", "type": "chat_template", "ds_type": "json"}
+    mappings = {"role": "from", "content": "value"}
+    read = {"field_messages": "conversations", "message_property_mappings": mappings, "train_on_eos": "turn"}
+    assert axolotl(tmp_path, {"datasets": [dataset | read]}).notes[1:] == ()
+    other = {"field_messages": "talk", "message_property_mappings": {"role": "who"}, "train_on_eos": "last"}
+    notes = axolotl(tmp_path, {"datasets": [dataset | other]}).notes[1:]
+    assert [note.partition("=")[0] for note in notes] == [f"datasets: {name}" for name in other]
+    with pytest.raises(ToolkitError, match="roles_to_train=user: a recipe trains on the assistant's turns"):
+        axolotl(tmp_path, {"datasets": [dataset | {"roles_to_train": ["user"]}]})
+
+
 def test_llama_factorys_yaml_becomes_a_recipe(tmp_path: Path) -> None:
     settings = {
         "model_name_or_path": "org/name",

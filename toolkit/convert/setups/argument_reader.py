@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,11 @@ class ArgumentReader:
         """The value of the first of these names that has one, None if none has."""
         values = [self._left.pop(name, None) for name in names]
         return next((value for value in values if value is not None), None)
+
+    def take_if(self, name: str, is_served: Callable[[Any], bool]) -> None:
+        """Take a value that needs no field; any other is left, and so is a line of `leftovers`."""
+        if name in self and is_served(self._left[name]):
+            del self._left[name]
 
     def number(self, name: str, default: float, *, least: float = 0.0) -> float:
         """A number of at least `least`. Raises RecipeError for anything else."""

@@ -14,7 +14,9 @@ from toolkit.config.recipe import Recipe
 from toolkit.config.strict_yaml import resolve
 from toolkit.convert.setups.argument_reader import ArgumentReader
 from toolkit.convert.setups.arguments_file import read_arguments
-from toolkit.convert.setups.model_and_data import take_axolotl, take_llama_factory, take_model, take_text
+from toolkit.convert.setups.axolotl_setup import take_axolotl
+from toolkit.convert.setups.llama_factory_setup import take_llama_factory
+from toolkit.convert.setups.model_and_data import take_model, take_text
 from toolkit.convert.setups.trainer_setup import Overridden, SetUp, trainer_setup
 from toolkit.errors import RecipeError
 from toolkit.files import printable

@@ -1,0 +1,115 @@
+"""The YAML of axolotl: its text and its adapters."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.convert.setups.argument_reader import ArgumentReader
+from toolkit.convert.setups.model_and_data import check_text, take_adapters
+from toolkit.convert.setups.trainer_setup import SetUp
+from toolkit.files import printable
+
+_CHAT_TYPES = ("chat_template", "sharegpt", "chat_template.default")
+_TEXT_TYPES = (None, "completion", "pretrain")
+_READ_AS_THEY_ARE = {
+    "field_messages": ("messages", "conversations"),
+    "message_field_role": ("role", "from"),
+    "message_field_content": ("content", "value"),
+    "train_on_eos": ("turn",),
+    "chat_template": ("tokenizer_default",),
+}
+"""Keys of a dataset of messages, with the values that need no field: rows are read so anyway."""
+
+
+def take_axolotl(reader: ArgumentReader, setup: SetUp, names: frozenset[str]) -> None:
+    """Add the text and the adapters of axolotl's YAML. `names`: fields of the user."""
+    fields = setup.fields
+    fields["data.seq_len"] = reader.count("sequence_len", 512)
+    packs = reader.flag("sample_packing")
+    reader.take("pad_to_sequence_len", "eval_sample_packing")
+    fields["data.packing"] = "packed" if packs else "padded"
+    held_out = reader.number("val_set_size", 0.0)
+    fields["data.eval_fraction"] = held_out if held_out < 1 else 0.0
+    if held_out >= 1:
+        setup.notes.append(f"val_set_size={held_out:g} has no counterpart: data.eval_fraction is a share of the text")
+    trains_on_all = reader.flag("train_on_inputs")
+    datasets = reader.take("datasets")
+    rows = [row for row in datasets if isinstance(row, Mapping)] if isinstance(datasets, list) else []
+    has_source = bool({"data.source", "data.sources"} & names)
+    if len(rows) > 1 and not has_source:
+        setup.missing.append(f"data.sources=[...], the shares of its {len(rows)} datasets, which axolotl concatenates")
+    elif len({str(row.get("type")) for row in rows}) > 1:
+        if "data.format" not in names:
+            setup.missing.append("data.format=FORMAT, that of your text, as its datasets have several types")
+    elif rows:
+        dataset = ArgumentReader(reader.file, rows[0])
+        _place(dataset, fields, has_source=has_source)
+        _format(dataset, setup, trains_on_all=trains_on_all)
+        setup.notes += [f"datasets: {line}" for line in dataset.leftovers()]
+    if packs and fields.get("data.format", "text") == "text":
+        fields["data.document_masking"] = True
+    if reader.text("adapter"):
+        take_adapters(reader, setup, "lora_r", all_linear=reader.flag("lora_target_linear"))
+    if len(rows) < 2 or has_source:
+        check_text(setup, names)
+
+
+def _place(dataset: ArgumentReader, fields: dict[str, Any], *, has_source: bool) -> None:
+    """Where the text is, unless the user says so."""
+    place = {
+        "data.source": dataset.text("path"),
+        "data.subset": dataset.text("name"),
+        "data.split": dataset.text("split"),
+    }
+    if not has_source:
+        fields.update({name: value for name, value in place.items() if value is not None})
+
+
+def _format(dataset: ArgumentReader, setup: SetUp, *, trains_on_all: bool) -> None:
+    """What a row holds, and which of its tokens are trained on."""
+    fields = setup.fields
+    kind = dataset.take("type")
+    if kind in _CHAT_TYPES:
+        fields["data.format"] = "chat"
+        fields["data.train_on"] = _trained_turns(dataset, trains_on_all=trains_on_all)
+        _messages(dataset)
+    elif kind in _TEXT_TYPES:
+        if column := dataset.text("field"):
+            fields["data.text_field"] = column
+    else:
+        fields["data.format"] = "prompt_completion"
+        setup.notes.append(
+            f"datasets: type={printable(str(kind))} has no counterpart: make rows of prompt and completion, which "
+            "data.format says, or of messages, with data.format=chat"
+        )
+        if trains_on_all:
+            setup.notes.append(
+                "train_on_inputs=true has no counterpart: of a prompt and a completion, the completion is"
+            )
+
+
+def _trained_turns(dataset: ArgumentReader, *, trains_on_all: bool) -> str:
+    roles = dataset.take("roles_to_train")
+    if roles is not None and not isinstance(roles, list):
+        raise dataset.refused("roles_to_train", roles, "a list of roles is needed")
+    if trains_on_all or roles == []:
+        return "all"
+    others = [role for role in roles or () if role not in ("assistant", "gpt")]
+    if others:
+        allowed = "a recipe trains on the assistant's turns, or with roles_to_train: [] on all"
+        raise dataset.refused("roles_to_train", ", ".join(map(str, roles or ())), allowed, "Name one of these")
+    return "assistant"
+
+
+def _messages(dataset: ArgumentReader) -> None:
+    """Take what rows of messages are read by anyway. What is another way is left, and so becomes a note."""
+    for name, values in _READ_AS_THEY_ARE.items():
+        dataset.take_if(name, values.__contains__)
+    dataset.take_if("message_property_mappings", _is_read)
+
+
+def _is_read(mappings: Any) -> bool:
+    """Whether each property is that of a message, or that of ShareGPT."""
+    columns = {"role": ("role", "from"), "content": ("content", "value")}
+    return isinstance(mappings, Mapping) and all(
+        source == name or source in columns.get(name, ()) for name, source in mappings.items()
+    )
