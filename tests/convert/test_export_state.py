@@ -3,7 +3,7 @@
 import json
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,14 @@ import yaml
 from daily import daily
 from plain_deepspeed import load_universal
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from toolkit.cli.main import main
@@ -164,6 +171,57 @@ def test_pytorch_itself_reads_what_is_written(make_recipe: Callable[..., Recipe]
     moment = wanted["optimizer"]["state"][name]["exp_avg"]
     assert torch.equal(moment, truth["model.layers.1.mlp.down_proj.weight"]["exp_avg"])
     assert int(wanted["train_state.step"]) == STEP
+
+
+class NamedWeights(nn.Module):
+    """Parameters with these names and shapes, in the order of the names."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            *path, last = name.split(".")
+            module: nn.Module = self
+            for part in path:
+                if not hasattr(module, part):
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(last, nn.Parameter(torch.zeros(shape)))
+
+
+def test_the_optimizer_of_torchtitan_loads_every_key(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    config = make_config("llama")
+    truth = draw(config)
+    theirs = save_as_accelerate(tmp_path / "theirs", config, truth)
+    recipe = recipe_of(make_recipe, theirs)
+    import_run(theirs, tmp_path / "ours", recipe)
+    export_state(tmp_path / "ours", tmp_path / "out", form="dcp")
+    entries = dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+    weights = NamedWeights(
+        {
+            key: entry.size
+            for key, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata) and not key.startswith(("optimizer.", "train_state."))
+        }
+    )
+    optimizer = torch.optim.AdamW(weights.parameters(), lr=0.5, weight_decay=0.25)
+    LambdaLR(optimizer, lambda step: 1.0)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flat = get_optimizer_state_dict(weights, optimizer, options=options)
+    # The loader raises where a key is missing.
+    wanted: dict[str, Any] = {**weights.state_dict(), "optimizer": flat}
+    dcp.load(wanted, checkpoint_id=tmp_path / "out", no_dist=True)
+    set_optimizer_state_dict(weights, optimizer, wanted["optimizer"], options=options)
+    matrix = "layers.1.feed_forward.w2.weight"
+    state = optimizer.state[weights.get_parameter(matrix)]
+    assert torch.equal(state["exp_avg_sq"], truth["model.layers.1.mlp.down_proj.weight"]["exp_avg_sq"])
+    assert float(state["step"]) == STEP
+    settings = recipe.optimizer
+    loaded = wanted["optimizer"]
+    assert loaded[f"param_groups.{matrix}.weight_decay"] == settings.weight_decay
+    assert loaded["param_groups.norm.weight.weight_decay"] == 0.0
+    assert loaded[f"param_groups.{matrix}.betas"] == tuple(settings.betas)
+    assert loaded[f"param_groups.{matrix}.initial_lr"] == settings.lr
+    assert loaded[f"param_groups.{matrix}.decoupled_weight_decay"]
 
 
 def test_rows_of_query_and_key_turn_alike_under_both_conventions() -> None:

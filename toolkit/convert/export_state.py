@@ -73,14 +73,30 @@ class _Source:
     @property
     def optimizer(self) -> dict[str, Any]:
         """Settings of the optimizer, as PyTorch spells them; the learning rate is that of the last step."""
-        state = self.reader.trainer_state or {}
-        section = (state.get("recipe") or {}).get("optimizer") or {}
         return {
-            "lr": state.get("learning_rate", 0.0),
-            "betas": tuple(section.get("betas") or (0.9, 0.999)),
-            "eps": section.get("eps", 1e-8),
-            "weight_decay": section.get("weight_decay", 0.0),
+            "lr": (self.reader.trainer_state or {}).get("learning_rate", 0.0),
+            "betas": tuple(self._section.get("betas") or (0.9, 0.999)),
+            "eps": self._section.get("eps", 1e-8),
+            "weight_decay": self._section.get("weight_decay", 0.0),
         }
+
+    @property
+    def parameter_group(self) -> dict[str, Any]:
+        """All keys of a parameter group of torch.optim.AdamW, and the one that a scheduler adds.
+
+        PyTorch's loader refuses a checkpoint that lacks one of them.
+        """
+        (defaults,) = torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).param_groups
+        group = {name: value for name, value in defaults.items() if name != "params"} | self.optimizer
+        group["decoupled_weight_decay"] = self._section.get("name") != "adam"
+        group["initial_lr"] = self._section.get("lr", group["lr"])
+        return group
+
+    @property
+    def _section(self) -> Mapping[str, Any]:
+        """The section of the recipe about the optimizer; empty where the recipe is not stored."""
+        recipe = (self.reader.trainer_state or {}).get("recipe") or {}
+        return recipe.get("optimizer") or {}
 
 
 def export_state(path: Path, destination: Path, *, form: str, vocabulary_multiple: int = 1) -> Exported:
@@ -153,10 +169,11 @@ def _write_dcp(source: _Source, directory: Path) -> None:
         boxes += _boxes(source, names, kind, "optimizer.state.", f".{kind}")
     if source.kinds:
         updates = torch.tensor(float(source.updates))
+        group = source.parameter_group
         for weight in names.weights:
             boxes.append(_scalar(f"optimizer.state.{weight.key}.step", updates))
             decays = any(len(source.shapes[part.name]) > 1 for part in weight.parts)
-            for name, value in source.optimizer.items():
+            for name, value in group.items():
                 spared = name == "weight_decay" and not decays
                 objects[f"optimizer.param_groups.{weight.key}.{name}"] = 0.0 if spared else value
     boxes.append(_scalar("train_state.step", torch.tensor(source.step, dtype=torch.int32)))
