@@ -122,6 +122,21 @@ def test_keys_of_axolotls_dataset_are_read_or_noted(tmp_path: Path) -> None:
         axolotl(tmp_path, {"datasets": [dataset | {"roles_to_train": ["user"]}]})
 
 
+def test_what_axolotls_yaml_does_not_say_is_axolotls_default(tmp_path: Path) -> None:
+    recipe = axolotl(tmp_path, {"max_steps": 2000}).recipe
+    assert (recipe.batch.micro_batch_size, recipe.batch.global_batch_size, recipe.precision) == (1, 2, "bf16")
+    assert (recipe.schedule.name, recipe.schedule.warmup_steps, recipe.log.every) == ("cosine", 60, 10)
+    assert axolotl(tmp_path, {"max_steps": 5000}).recipe.schedule.warmup_steps == 100
+    assert axolotl(tmp_path, {"max_steps": 50, "warmup_ratio": 0}).recipe.schedule.warmup_steps == 0
+    assert axolotl(tmp_path, {"max_steps": 50}).recipe.schedule.warmup_steps == 2
+    assert axolotl(tmp_path, {"bf16": False}).recipe.precision == "fp32"
+    assert axolotl(tmp_path, {"fp16": True}).recipe.precision == "fp16"
+    sharded = {"deepspeed": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}}
+    assert axolotl(tmp_path, sharded).recipe.precision == "bf16"
+    with pytest.raises(ToolkitError, match=r"train\.steps=N, 1 x the samples"):
+        axolotl(tmp_path, {"max_steps": None})
+
+
 def test_llama_factorys_yaml_becomes_a_recipe(tmp_path: Path) -> None:
     settings = {
         "model_name_or_path": "org/name",

@@ -1,4 +1,7 @@
-"""The YAML of axolotl: its text and its adapters."""
+"""The YAML of axolotl: its names and defaults of TrainingArguments, its text and its adapters.
+
+Source of the defaults: utils/schemas/training.py and config.py, and core/builders/base.py of axolotl.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +11,16 @@ from toolkit.convert.setups.model_and_data import check_text, take_adapters
 from toolkit.convert.setups.trainer_setup import SetUp
 from toolkit.files import printable
 
+_NAMES = {
+    "micro_batch_size": "per_device_train_batch_size",
+    "num_epochs": "num_train_epochs",
+    "optimizer": "optim",
+    "lr_scheduler": "lr_scheduler_type",
+    "use_reentrant": "gradient_checkpointing_kwargs",
+}
+"""axolotl's names of TrainingArguments, where they are others."""
+_DEFAULTS = {"per_device_train_batch_size": 1, "num_train_epochs": 1.0, "lr_scheduler_type": "cosine"}
+"""axolotl's defaults, where they are not those of TrainingArguments."""
 _CHAT_TYPES = ("chat_template", "sharegpt", "chat_template.default")
 _TEXT_TYPES = (None, "completion", "pretrain")
 _READ_AS_THEY_ARE = {
@@ -18,6 +31,32 @@ _READ_AS_THEY_ARE = {
     "chat_template": ("tokenizer_default",),
 }
 """Keys of a dataset of messages, with the values that need no field: rows are read so anyway."""
+
+
+def axolotl_arguments(yaml: Mapping[str, Any], steps: int | None) -> dict[str, Any]:
+    """The TrainingArguments that axolotl makes of its YAML. `steps`: those of the user, which count more."""
+    arguments = {_NAMES.get(name, name): value for name, value in yaml.items()}
+    for name, value in _DEFAULTS.items():
+        if arguments.get(name) is None:
+            arguments[name] = value
+    if not arguments.get("fp16"):
+        arguments.setdefault("bf16", "auto")
+    limit = arguments.get("max_steps")
+    length = steps or (limit if isinstance(limit, int) and limit > 0 else None)
+    if length is not None:
+        if arguments.get("warmup_steps") is None:
+            arguments["warmup_steps"] = _warmup(arguments.pop("warmup_ratio", None), length)
+        if arguments.get("logging_steps") is None:
+            arguments["logging_steps"] = max(1, min(10, length // 200))
+    return arguments
+
+
+def _warmup(ratio: Any, steps: int) -> Any:
+    """Steps of warm-up where the YAML does not say them: 3%, at most 100, and 2 in the place of 1."""
+    if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, int | float)):
+        return ratio  # which is refused where the number is read
+    warmup = min(int(0.03 * steps), 100) if ratio is None else int(ratio * steps)
+    return 2 if warmup == 1 else warmup
 
 
 def take_axolotl(reader: ArgumentReader, setup: SetUp, names: frozenset[str]) -> None:

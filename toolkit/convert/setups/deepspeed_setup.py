@@ -48,7 +48,7 @@ def take_deepspeed(
         fields["batch.global_batch_size"] = size
     for name in ("bf16", "fp16"):
         if _section(reader, config, name).get("enabled") is True:
-            if name in reader and reader.take(name) is not True:
+            if name in reader and not reader.flag(name):
                 raise _contradiction(f"{name}.enabled", True, name, False)
             fields["precision"] = name
     _optimizer(reader, _section(reader, config, "optimizer"), fields, notes)

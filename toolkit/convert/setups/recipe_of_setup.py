@@ -14,7 +14,7 @@ from toolkit.config.recipe import Recipe
 from toolkit.config.strict_yaml import resolve
 from toolkit.convert.setups.argument_reader import ArgumentReader
 from toolkit.convert.setups.arguments_file import read_arguments
-from toolkit.convert.setups.axolotl_setup import take_axolotl
+from toolkit.convert.setups.axolotl_setup import axolotl_arguments, take_axolotl
 from toolkit.convert.setups.llama_factory_setup import take_llama_factory
 from toolkit.convert.setups.model_and_data import take_model, take_text
 from toolkit.convert.setups.trainer_setup import Overridden, SetUp, trainer_setup
@@ -24,15 +24,6 @@ from toolkit.lint.linter import parse, read_config_text
 from toolkit.lint.other_programs import find
 
 _WIDTH = 118
-_AXOLOTL = {
-    "micro_batch_size": "per_device_train_batch_size",
-    "num_epochs": "num_train_epochs",
-    "optimizer": "optim",
-    "lr_scheduler": "lr_scheduler_type",
-    "use_reentrant": "gradient_checkpointing_kwargs",
-    "logging_steps": "logging_steps",
-}
-"""axolotl's names of TrainingArguments, where they are others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +49,14 @@ def recipe_of_setup(
     """
     arguments = read_arguments(source)
     program = _program(arguments)
+    settings = dict(word.partition("=")[::2] for word in overrides)
+    number = resolve(settings.get("train.steps", ""))
+    steps = number if isinstance(number, int) and number > 0 else None
+    given_by_user = Overridden(names=frozenset(settings), steps=steps, gpus=gpus)
     if program == "axolotl":
-        arguments = {_AXOLOTL.get(name, name): value for name, value in arguments.items()}
-        arguments.setdefault("lr_scheduler_type", "cosine")
+        arguments = axolotl_arguments(arguments, steps)
     reader = ArgumentReader(source.name, arguments)
     config = _deepspeed(reader, source, deepspeed)
-    settings = dict(word.partition("=")[::2] for word in overrides)
-    steps = resolve(settings.get("train.steps", ""))
-    given_by_user = Overridden(
-        names=frozenset(settings), steps=steps if isinstance(steps, int) and steps > 0 else None, gpus=gpus
-    )
     setup = trainer_setup(program, reader, config, given_by_user)
     take_model(reader, setup, model)
     if program == "axolotl":
