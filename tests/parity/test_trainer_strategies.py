@@ -3,7 +3,8 @@
 The mistakes are of kinds that were reported: losses that count tensor-parallel copies (transformers #39674), clipping
 by a part of the norm where gradients live on several meshes (accelerate #4219, Automodel #3817), parameters that ranks
 share and whose gradients they do not sum or sum too often (Megatron-LM #7452), experts whose gradients are divided by
-too few ranks (Megatron-LM #5956).
+too few ranks (Megatron-LM #5956), parameters that tensor-parallel ranks hold as copies and update apart (Automodel
+#3822).
 """
 
 from collections.abc import Callable
@@ -137,6 +138,15 @@ class TestPlantedFaults:
         assert result.diagnosis is not None
         assert result.diagnosis.cause == Cause.EXPERTS
 
+    def test_norms_that_drift_apart_on_tensor_parallel_ranks(
+        self, compare: Compare, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Trainer, "create_optimizer", drifting_norms(Trainer.create_optimizer))
+        result = compare("llama", "trainer:tp2", 2)
+        assert result.diagnosis is not None
+        assert result.diagnosis.cause == Cause.REPLICAS
+        assert "model.norm.weight" in result.run.diverged
+
 
 def divided_by(function: Callable[..., Any], ranks: int) -> Callable[..., Any]:
     """The right number of target tokens where the Trainer is made to forget tensor parallelism."""
@@ -197,5 +207,24 @@ def doubling_norms(function: Callable[..., Any]) -> Callable[..., Any]:
             if "norm" in name:
                 parameter.register_hook(lambda gradient: 2 * gradient)
         return function(trainer, *arguments)
+
+    return create
+
+
+def drifting_norms(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Move the norms of rank 1 after each update, as if the ranks updated their copies by other gradients."""
+
+    def create(trainer: Any, *arguments: Any) -> Any:
+        optimizer = function(trainer, *arguments)
+        norms = [parameter for name, parameter in trainer.model.named_parameters() if "norm" in name]
+
+        @torch.no_grad()
+        def drift(optimizer: Any, arguments: Any, options: Any) -> None:
+            for parameter in norms:
+                parameter.add_(1e-3)
+
+        if dist.get_rank() == 1:
+            optimizer.register_step_post_hook(drift)
+        return optimizer
 
     return create
