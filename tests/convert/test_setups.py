@@ -163,6 +163,56 @@ def test_llama_factorys_yaml_becomes_a_recipe(tmp_path: Path) -> None:
     assert any(note.startswith("template=llama3") for note in done.notes)
 
 
+def llama_factory(tmp_path: Path, settings: dict[str, Any]) -> WrittenRecipe:
+    """The recipe of a small YAML of LLaMA-Factory, with other settings."""
+    whole = {
+        "model_name_or_path": "org/name",
+        "finetuning_type": "full",
+        "cutoff_len": 64,
+        "learning_rate": 1e-4,
+        "max_steps": 10,
+    }
+    (tmp_path / "factory.yaml").write_text(yaml.safe_dump(whole | settings))
+    return recipe_of_setup(tmp_path / "factory.yaml", gpus=2, overrides=["data.source=x.jsonl"])
+
+
+def test_llama_factorys_precision_and_count_of_validation_rows_are_kept_or_noted(tmp_path: Path) -> None:
+    done = llama_factory(tmp_path, {"pure_bf16": True, "val_size": 100})
+    assert done.recipe.precision == "bf16"
+    assert any(note.startswith("val_size=100 has no counterpart") for note in done.notes)
+    assert any(note.startswith("pure_bf16=True has no counterpart") for note in done.notes)
+
+
+def test_options_of_llama_factorys_objectives_become_fields(tmp_path: Path) -> None:
+    smoothed = llama_factory(tmp_path, {"stage": "dpo", "dpo_label_smoothing": 0.1}).recipe.train.objective
+    assert (smoothed.name, smoothed.label_smoothing) == ("dpo", 0.1)
+    settings = {"stage": "dpo", "pref_loss": "simpo", "simpo_gamma": 0.7, "pref_ftx": 0.2}
+    simpo = llama_factory(tmp_path, settings).recipe.train.objective
+    assert (simpo.name, simpo.gamma, simpo.nll_weight) == ("simpo", 0.7, 0.2)
+    weighted = llama_factory(tmp_path, {"stage": "kto", "kto_chosen_weight": 2.0}).recipe.train.objective
+    assert (weighted.name, weighted.desirable_weight, weighted.undesirable_weight) == ("kto", 2.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"use_galore": True}, "use_galore=True: this optimizer is not one of a recipe"),
+        ({"use_badam": True}, "use_badam=True: this optimizer is not one of a recipe"),
+        ({"use_apollo": True}, "use_apollo=True: this optimizer is not one of a recipe"),
+        ({"finetuning_type": "lora", "quantization_bit": 8}, "quantization_bit=8: the frozen weights"),
+        ({"stage": "dpo", "pref_ftx": 0.1}, "pref_ftx=0.1: a recipe has no token loss beside dpo"),
+        ({"stage": "dpo", "pref_loss": "ipo", "dpo_label_smoothing": 0.1}, "for stage dpo with pref_loss sigmoid"),
+    ],
+)
+def test_what_no_recipe_has_of_llama_factory_is_refused(
+    settings: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ToolkitError) as caught:
+        llama_factory(tmp_path, settings)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -75,5 +75,9 @@ def take_adapters(reader: ArgumentReader, setup: SetUp, rank_name: str, *, all_l
         fields["model.lora.targets"] = chosen
     fields["model.lora.rslora"] = reader.flag("peft_use_rslora", "use_rslora")
     fields["model.lora.dora"] = reader.flag("peft_use_dora", "use_dora")
-    if reader.flag("load_in_4bit") or reader.take("quantization_bit") == 4:
+    bits = reader.take("quantization_bit")
+    if reader.flag("load_in_4bit") or bits == 4:
         fields["model.load_in_4bit"] = True
+    elif bits is not None:
+        reason = "the frozen weights of a recipe's adapters have 16 bits, or 4"
+        raise reader.refused("quantization_bit", bits, reason, "Choose 4, or remove it")

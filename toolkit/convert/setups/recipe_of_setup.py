@@ -15,7 +15,7 @@ from toolkit.config.strict_yaml import resolve
 from toolkit.convert.setups.argument_reader import ArgumentReader
 from toolkit.convert.setups.arguments_file import read_arguments
 from toolkit.convert.setups.axolotl_setup import axolotl_arguments, take_axolotl
-from toolkit.convert.setups.llama_factory_setup import take_llama_factory
+from toolkit.convert.setups.llama_factory_setup import llama_factory_arguments, take_llama_factory
 from toolkit.convert.setups.model_and_data import take_model, take_text
 from toolkit.convert.setups.trainer_setup import Overridden, SetUp, trainer_setup
 from toolkit.errors import RecipeError
@@ -55,6 +55,8 @@ def recipe_of_setup(
     given_by_user = Overridden(names=frozenset(settings), steps=steps, gpus=gpus)
     if program == "axolotl":
         arguments = axolotl_arguments(arguments, steps)
+    elif program == "LLaMA-Factory":
+        arguments = llama_factory_arguments(arguments)
     reader = ArgumentReader(source.name, arguments)
     config = _deepspeed(reader, source, deepspeed)
     setup = trainer_setup(program, reader, config, given_by_user)
