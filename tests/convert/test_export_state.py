@@ -284,6 +284,13 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+def flip_a_value(file: Path, values: torch.Tensor) -> None:
+    content = bytearray(file.read_bytes())
+    begin = content.index(values.numpy().tobytes())
+    content[begin] ^= 0xFF
+    file.write_bytes(content)
+
+
 def write_payload(file: Path) -> None:
     file.write_bytes(pickle.dumps(Payload(file.parent / "ran")))
 
@@ -308,6 +315,40 @@ def test_a_damaged_file_is_one_line(theirs: Path, tmp_path: Path, file: str, dam
     assert str(raised.value).isprintable()
     assert not (tmp_path / "out").exists()
     assert not (theirs / "pytorch_model_fsdp_0" / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", MASTER])
+@pytest.mark.parametrize("form", ["fsdp", "universal"])
+def test_a_flipped_value_is_refused_with_the_name_of_its_file(
+    make_recipe: Callable[..., Recipe], theirs: Path, tmp_path: Path, form: str, kind: str
+) -> None:
+    recipe = recipe_of(make_recipe, theirs)
+    name = "model.layers.1.mlp.down_proj.weight"
+    values = draw(make_config("llama"))[name][kind]
+    if form == "fsdp":
+        source = theirs
+        file = theirs / ("pytorch_model_fsdp_0" if kind == MASTER else "optimizer_0") / "__0_0.distcp"
+    else:
+        source = tmp_path / "universal"
+        import_run(theirs, tmp_path / "ours", recipe)
+        export_state(tmp_path / "ours", source, form="universal")
+        file = source / f"global_step{STEP}_universal" / "zero" / name / f"{kind}.pt"
+    flip_a_value(file, values)
+    with pytest.raises(CheckpointError, match=f"{file.name}: .* damaged.* are not those that were saved") as raised:
+        import_run(source, tmp_path / "again", recipe)
+    assert str(raised.value).isprintable()
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_part_that_was_saved_without_checksums_is_read(tmp_path: Path) -> None:
+    tensor = torch.randn(64, 32)
+    has_checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        dcp.save({"small": tensor}, checkpoint_id=tmp_path, no_dist=True)
+    finally:
+        torch.serialization.set_crc32_options(has_checksums)
+    assert torch.equal(DistributedCheckpoint(tmp_path).read("small"), tensor)
 
 
 def test_another_model_is_refused_by_the_tensor_that_differs(theirs: Path, tmp_path: Path) -> None:

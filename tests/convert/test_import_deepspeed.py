@@ -1,6 +1,7 @@
 """Checkpoints of plain DeepSpeed, read without DeepSpeed: bit for bit the states of its live engine."""
 
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,20 @@ def test_a_truncated_file_is_named(made: Made, tmp_path: Path) -> None:
     victim = next(tag.glob("zero_pp_rank_1*optim*"))
     victim.write_bytes(victim.read_bytes()[:-2000])
     with pytest.raises(CheckpointError, match=rf"{victim.name}: .*truncated"):
+        open_deepspeed(tag)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_flipped_value_is_named_by_its_file(made: Made, tmp_path: Path, stage: int) -> None:
+    tag = copied(made(stage)[0], tmp_path)
+    victim = next(tag.glob("*zero_pp_rank_1*optim*"))
+    content = bytearray(victim.read_bytes())
+    with zipfile.ZipFile(victim) as archive:
+        largest = max(archive.infolist(), key=lambda record: record.file_size)
+        begin = content.index(archive.read(largest))
+    content[begin] ^= 0xFF
+    victim.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{victim.name}: it is damaged: .* are not those that were saved"):
         open_deepspeed(tag)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.names import checkpoint_error, is_safe_name, is_safe_path
+from toolkit.convert.archive_checks import DamagedArchiveError, check_records
 from toolkit.convert.training_state import MASTER
 from toolkit.files import open_regular, printable, reason_of
 
@@ -195,8 +196,8 @@ def open_universal(tag: Path, groups: Sequence[Shapes]) -> StoredParameters:
             raise PartitionError(f"{UNIVERSAL_DIRECTORY}/{name} has no {MASTER}.pt")
     kinds = [kind for kind in _UNIVERSAL_KINDS if all((directory / name / f"{kind}.pt").is_file() for name in shapes)]
 
-    def stored(kind: str, name: str) -> torch.Tensor:
-        value = read_scanned(directory / name / f"{kind}.pt")
+    def stored(kind: str, name: str, *, checks_records: bool = True) -> torch.Tensor:
+        value = read_scanned(directory / name / f"{kind}.pt", checks_records=checks_records)
         value = value.get("param") if isinstance(value, dict) else value
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided or not value.is_floating_point():
             raise PartitionError(f"{name}/{kind}.pt contains no floating-point tensor")
@@ -206,7 +207,7 @@ def open_universal(tag: Path, groups: Sequence[Shapes]) -> StoredParameters:
 
     for name in shapes:
         for kind in (MASTER, *kinds):
-            stored(kind, name)
+            stored(kind, name, checks_records=False)  # its values are compared when they are read
     return StoredParameters(
         shapes=shapes,
         kinds=tuple(kinds),
@@ -253,14 +254,20 @@ class _Emptied:
         pass
 
 
-def read_scanned(path: Path, *, own_classes: tuple[str, ...] = ()) -> Any:
+def read_scanned(path: Path, *, own_classes: tuple[str, ...] = (), checks_records: bool = True) -> Any:
     """Read a .pt file, whose tensors are mapped from the file. Raises CheckpointError.
 
     `own_classes`: how names of classes begin that the program defines itself, whose objects are read as empty ones.
+    `checks_records`: whether all bytes are read and compared with their checksums. Otherwise only those of the pickle
+    are read, which is enough for shapes.
     """
     try:
         with open_regular(path) as file:
             is_archive = zipfile.is_zipfile(file)
+            if is_archive and checks_records:
+                check_records(file)
+    except DamagedArchiveError as error:
+        raise checkpoint_error(path, f"it is damaged: {error}. Copy it again.") from None
     except OSError as error:
         raise checkpoint_error(path, f"cannot be read ({reason_of(error)}).") from None
     if not is_archive:

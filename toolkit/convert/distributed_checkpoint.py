@@ -20,6 +20,7 @@ from typing import IO, Any, cast
 import torch
 
 from toolkit.checkpoint.names import checkpoint_error, is_safe_name, is_safe_path
+from toolkit.convert.archive_checks import DamagedArchiveError, check_records
 from toolkit.errors import CheckpointError
 from toolkit.files import open_regular, printable, read_regular, reason_of
 
@@ -214,10 +215,14 @@ class DistributedCheckpoint:
                 archive = _Part(file, box.begin, box.nbytes)
                 if archive.read(len(_ARCHIVE)) != _ARCHIVE:
                     raise ValueError("not an archive of torch.save")
+                check_records(cast(IO[bytes], archive))
                 archive.seek(0)
                 return torch.load(cast(IO[bytes], archive), map_location="cpu", weights_only=True)
         except CheckpointError:
             raise
+        except DamagedArchiveError as error:
+            problem = f"{printable(key)} is damaged there: {error}"
+            raise checkpoint_error(path, f"{problem}. Copy it again.") from None
         except pickle.UnpicklingError as error:
             problem = f"{printable(key)} contains more than tensors and numbers ({_first_line(error)})"
             raise checkpoint_error(path, f"{problem}. It is not read.") from None
