@@ -137,6 +137,32 @@ def test_what_axolotls_yaml_does_not_say_is_axolotls_default(tmp_path: Path) -> 
         axolotl(tmp_path, {"max_steps": None})
 
 
+def test_axolotls_parallelism_becomes_axes_and_replicas(tmp_path: Path) -> None:
+    sizes = {"tensor_parallel_size": 2, "context_parallel_size": 2, "dp_shard_size": 2}
+    for sharding in ({}, {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}):
+        recipe = axolotl(tmp_path, sizes | sharding, gpus=8).recipe
+        parallel = recipe.parallel
+        assert (parallel.tp, parallel.cp, parallel.zero_stage, recipe.train.engine) == (2, 2, 3, "deepspeed")
+        assert recipe.batch.global_batch_size == 2
+
+
+def test_axolotls_fsdp_needs_no_more_than_its_config(tmp_path: Path) -> None:
+    config = {"reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    done = axolotl(tmp_path, {"fsdp_version": 2, "fsdp_config": config, "dp_shard_size": 2})
+    assert (done.recipe.train.engine, done.notes[1:]) == ("fsdp", ())
+    keeps = axolotl(tmp_path, {"fsdp_config": config | {"reshard_after_forward": False}, "dp_shard_size": 2})
+    assert (keeps.recipe.train.engine, keeps.recipe.parallel.zero_stage) == ("deepspeed", 2)
+
+
+def test_axolotls_offloaded_checkpointing_and_minimum_of_a_cosine_become_fields(tmp_path: Path) -> None:
+    recipe = axolotl(tmp_path, {"gradient_checkpointing": "offload", "cosine_min_lr_ratio": 0.1}).recipe
+    assert (recipe.parallel.recompute, recipe.parallel.offload_activations) == ("full", True)
+    assert (recipe.schedule.name, recipe.schedule.min_lr_ratio) == ("cosine_with_min_lr", 0.1)
+    assert not axolotl(tmp_path, {"gradient_checkpointing": True}).recipe.parallel.offload_activations
+    with pytest.raises(ToolkitError, match=r"cosine_constant_lr_ratio=0\.8: no schedule of a recipe is the same"):
+        axolotl(tmp_path, {"cosine_min_lr_ratio": 0.1, "cosine_constant_lr_ratio": 0.8})
+
+
 def test_llama_factorys_yaml_becomes_a_recipe(tmp_path: Path) -> None:
     settings = {
         "model_name_or_path": "org/name",

@@ -19,6 +19,13 @@ _NAMES = {
     "use_reentrant": "gradient_checkpointing_kwargs",
 }
 """axolotl's names of TrainingArguments, where they are others."""
+_AXES = {
+    "tp_size": ("tensor_parallel_size",),
+    "cp_size": ("context_parallel_size", "sequence_parallel_degree"),
+    "dp_shard_size": ("dp_shard_size",),
+    "dp_replicate_size": ("dp_replicate_size",),
+}
+"""axolotl's names of the sizes in accelerate's ParallelismConfig."""
 _DEFAULTS = {"per_device_train_batch_size": 1, "num_train_epochs": 1.0, "lr_scheduler_type": "cosine"}
 """axolotl's defaults, where they are not those of TrainingArguments."""
 _CHAT_TYPES = ("chat_template", "sharegpt", "chat_template.default")
@@ -41,6 +48,18 @@ def axolotl_arguments(yaml: Mapping[str, Any], steps: int | None) -> dict[str, A
             arguments[name] = value
     if not arguments.get("fp16"):
         arguments.setdefault("bf16", "auto")
+    axes = {
+        axis: next((arguments.pop(name) for name in names if arguments.get(name) is not None), None)
+        for axis, names in _AXES.items()
+    }
+    if sizes := {axis: size for axis, size in axes.items() if size is not None}:
+        arguments["parallelism_config"] = sizes
+    if arguments.get("fsdp_config") and not arguments.get("fsdp"):
+        arguments["fsdp"] = True
+    if arguments.get("gradient_checkpointing") == "offload":
+        arguments["gradient_checkpointing"] = True
+        arguments.setdefault("activation_offloading", True)
+    _cosine_with_a_minimum(arguments)
     limit = arguments.get("max_steps")
     length = steps or (limit if isinstance(limit, int) and limit > 0 else None)
     if length is not None:
@@ -49,6 +68,15 @@ def axolotl_arguments(yaml: Mapping[str, Any], steps: int | None) -> dict[str, A
         if arguments.get("logging_steps") is None:
             arguments["logging_steps"] = max(1, min(10, length // 200))
     return arguments
+
+
+def _cosine_with_a_minimum(arguments: dict[str, Any]) -> None:
+    """axolotl's cosine that ends at a share of the peak is the Trainer's cosine_with_min_lr."""
+    ratio = arguments.get("cosine_min_lr_ratio")
+    if ratio and arguments["lr_scheduler_type"] == "cosine":
+        del arguments["cosine_min_lr_ratio"]
+        arguments["lr_scheduler_type"] = "cosine_with_min_lr"
+        arguments["lr_scheduler_kwargs"] = {"min_lr_rate": ratio}
 
 
 def _warmup(ratio: Any, steps: int) -> Any:
@@ -62,6 +90,15 @@ def _warmup(ratio: Any, steps: int) -> Any:
 def take_axolotl(reader: ArgumentReader, setup: SetUp, names: frozenset[str]) -> None:
     """Add the text and the adapters of axolotl's YAML. `names`: fields of the user."""
     fields = setup.fields
+    reader.take("fsdp_version")
+    offloading = reader.take("activation_offloading")
+    if offloading in (True, "legacy"):
+        fields["parallel.offload_activations"] = True
+    elif offloading:
+        setup.notes.append(f"activation_offloading={printable(str(offloading))} has no counterpart: give true")
+    if constant := reader.number("cosine_constant_lr_ratio", 0.0):
+        advice = "Remove it, or choose lr_scheduler: warmup_stable_decay"
+        raise reader.refused("cosine_constant_lr_ratio", constant, "no schedule of a recipe is the same", advice)
     fields["data.seq_len"] = reader.count("sequence_len", 512)
     packs = reader.flag("sample_packing")
     reader.take("pad_to_sequence_len", "eval_sample_packing")

@@ -152,17 +152,23 @@ _AXES = {"tp_size": "tp", "cp_size": "cp", "sp_size": "ulysses"}
 
 
 def _parallelism(reader: ArgumentReader, fields: dict[str, Any], notes: list[str]) -> None:
-    config = reader.mapping("parallelism_config")
+    named = reader.mapping("parallelism_config")
+    config = {name: 1 if named.get(name) is None else named[name] for name in (*_AXES, "dp_shard_size")}
+    for name, size in config.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise reader.refused(name, size, "a whole number is needed")
     for name, axis in _AXES.items():
-        if isinstance(size := config.get(name), int) and size > 1:
-            fields[f"parallel.{axis}"] = size
-    shards = config.get("dp_shard_size")
+        if config[name] > 1:
+            fields[f"parallel.{axis}"] = config[name]
     has_axes = any(f"parallel.{axis}" in fields for axis in _AXES.values())
-    if isinstance(shards, int) and shards > 1:
-        fields["parallel.zero_stage"] = 3
-        notes.append("dp_shard_size becomes parallel.zero_stage: 3, over all replicas")
+    is_fsdp = fields.get("train.engine") == "fsdp"
+    shards = config["dp_shard_size"] > 1 and fields["parallel.zero_stage"] == 0
     if has_axes:
         fields.pop("train.engine", None)
+    if (is_fsdp and has_axes) or (shards and not is_fsdp):
+        fields["parallel.zero_stage"] = 3
+        source = "FSDP" if is_fsdp else "dp_shard_size"
+        notes.append(f"{source} becomes parallel.zero_stage: 3, over all replicas")
 
 
 def _batch(reader: ArgumentReader, setup: SetUp, given_by_user: Overridden) -> None:
