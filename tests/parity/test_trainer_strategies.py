@@ -21,7 +21,7 @@ from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
 from toolkit.parity import Cause, ParityResult, ParityRun
 from toolkit.parity.run.train_in_memory import train_in_memory
-from toolkit.parity.run.trainer_run import ObservedTrainer, train_with_transformers
+from toolkit.parity.run.trainer_run import ObservedTrainer, _Updates, train_with_transformers
 
 SMALL = {
     "hidden_size": 48,
@@ -32,6 +32,10 @@ SMALL = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"name_or_path": "llama-tiny", "overrides": SMALL | {"head_dim": 12, "intermediate_size": 96}},
+    "tied llama": {
+        "name_or_path": "llama-tiny",
+        "overrides": SMALL | {"head_dim": 12, "intermediate_size": 96, "tie_word_embeddings": True, "vocab_size": 321},
+    },
     "qwen3_moe": {
         "name_or_path": "qwen3-30b-a3b",
         "overrides": SMALL
@@ -102,6 +106,14 @@ def test_the_trainer_trains_what_one_process_trains(compare: Compare, model: str
 
 
 @pytest.mark.whole
+def test_tied_embeddings_under_fsdp2_compute_with_stale_weights(compare: Compare) -> None:
+    """Not planted: so transformers 5.23 trains a vocabulary that the ranks do not divide."""
+    result = compare("tied llama", "trainer:fsdp2", 2)
+    assert result.diagnosis is not None
+    assert result.diagnosis.cause == Cause.STALE
+
+
+@pytest.mark.whole
 class TestPlantedFaults:
     def test_a_loss_that_counts_tensor_parallel_copies(self, compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Trainer, "get_tp_size", lambda trainer: 1)
@@ -137,6 +149,13 @@ class TestPlantedFaults:
         result = compare("qwen3_moe", "trainer:ep2", 2)
         assert result.diagnosis is not None
         assert result.diagnosis.cause == Cause.EXPERTS
+
+    def test_copies_that_differ_at_first(self, compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_Updates, "on_train_begin", moving_norms(_Updates.on_train_begin))
+        result = compare("llama", "trainer:tp2", 2)
+        assert result.diagnosis is not None
+        assert result.diagnosis.cause == Cause.INITIAL_WEIGHTS
+        assert "model.norm.weight" in result.run.diverged_at_start
 
     def test_norms_that_drift_apart_on_tensor_parallel_ranks(
         self, compare: Compare, monkeypatch: pytest.MonkeyPatch
@@ -209,6 +228,19 @@ def doubling_norms(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(trainer, *arguments)
 
     return create
+
+
+def moving_norms(function: Callable[..., None]) -> Callable[..., None]:
+    """Let training begin with other norms on rank 1, as if each rank drew the copies that it holds."""
+
+    @torch.no_grad()
+    def begin(callback: Any, *arguments: Any, **keywords: Any) -> None:
+        for name, parameter in keywords["model"].named_parameters():
+            if "norm" in name and dist.get_rank() == 1:
+                parameter.add_(0.05)
+        function(callback, *arguments, **keywords)
+
+    return begin
 
 
 def drifting_norms(function: Callable[..., Any]) -> Callable[..., Any]:

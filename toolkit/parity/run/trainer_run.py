@@ -156,6 +156,7 @@ def _train(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.devic
         learning_rates=tuple(entry["learning_rate"] for entry in history),
         micro_batch_size=batch.micro_batch_size,
         replicas=dp,
+        diverged_at_start=facts.diverged_at_start,
         diverged=diverged,
         replicas_compared=compared,
     )
@@ -218,6 +219,7 @@ class _Facts:
         self.folder = folder
         self.tensors: dict[str, Tensors] = {}
         self.layer_outputs: dict[str, float] = {}
+        self.diverged_at_start: frozenset[str] = frozenset()
         self.sums: list[int] = []
         """This rank's sum of the hashes of its samples in each step."""
         self._micro_batches = 0
@@ -268,10 +270,16 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
 
 
 class _Updates(TrainerCallback):  # type: ignore[misc]
-    """Records layer outputs after the first step, and the first update."""
+    """Records which replicas differ at first, layer outputs after the first step, and the first update."""
 
     def __init__(self, facts: _Facts) -> None:
         self._facts = facts
+
+    @override
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The Trainer has wrapped the model by now: DDP sends the first rank's weights to the others.
+        hashes = observe.gather_on_rank_0(_replica_hashes(kwargs["model"]))
+        self._facts.diverged_at_start, _ = observe.compare_replicas(hashes)
 
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
