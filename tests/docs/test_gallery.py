@@ -47,6 +47,20 @@ def test_there_are_recipes_for_the_models_and_tasks_of_the_issue() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_tokenizer_is_of_the_version_of_the_model(name: str) -> None:
+    """Later versions of a model may have a larger vocabulary, whose ids the weights of an earlier one do not have."""
+    (recipe, *_) = (run.recipe for run in runs(name))
+    tokenizer = recipe.data.tokenizer
+    if "/" in recipe.model.name_or_path and tokenizer is not None and "/" in tokenizer:
+        assert version_of(tokenizer) == version_of(recipe.model.name_or_path)
+
+
+def version_of(repository: str) -> str:
+    """The name of a repository of the hub, without what tells a tuned model from its base."""
+    return re.sub(r"-(Base|Instruct|Chat|it|pt)(?=-|$)", "", repository)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_layout_is_valid_and_its_config_is_clean(name: str, tmp_path: Path) -> None:
     assert find_recipe(name.rpartition("/")[2]) == gallery()[name]
     for number, run in enumerate(runs(name)):
