@@ -21,7 +21,7 @@ from megatron_runs import (
     tensor_parallel,
     train_with_megatron,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from trainer_runs import samples_of, train_with_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -47,6 +47,28 @@ WIDE = {
     "vocab_size": 321,
 }
 LLAMA = {"name_or_path": "llama-3.2-1b", "overrides": {**WIDE, "intermediate_size": 64, "head_dim": 12}}
+MIXTRAL: dict[str, Any] = {
+    "name_or_path": "mixtral-8x7b",
+    "overrides": {
+        **WIDE,
+        "intermediate_size": 64,
+        "head_dim": 12,
+        "num_local_experts": 4,
+        "sliding_window": None,
+        "router_aux_loss_coef": 0.0,
+    },
+}
+QWEN3_MOE: dict[str, Any] = {
+    "name_or_path": "qwen3-30b-a3b",
+    "overrides": {
+        **WIDE,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.0,
+    },
+}
 
 
 def losses(run: Path) -> list[float]:
@@ -181,19 +203,59 @@ def test_a_damaged_gathered_state_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "parallel"),
+    [
+        pytest.param(CHANGES, {"pp": 2}, id="gpt2"),
+        pytest.param({"train__steps": STEPS, "model": MIXTRAL}, {"ep": 2}, id="mixtral"),
+        pytest.param({"train__steps": STEPS, "model": QWEN3_MOE}, {"zero_stage": 2}, id="qwen3_moe"),
+    ],
+)
 def test_a_run_of_the_trainer_with_ddp_goes_on_here(
-    train: Train, make_recipe: Callable[..., Recipe], ranks: Ranks, tmp_path: Path
+    train: Train,
+    make_recipe: Callable[..., Recipe],
+    ranks: Ranks,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    parallel: dict[str, int],
 ) -> None:
-    recipe = make_recipe(**CHANGES)
+    recipe = make_recipe(**changes)
     theirs = ranks(train_with_trainer, 2, str(tmp_path / "theirs"), recipe, 0, SAVED_STEP)[0]
     source = tmp_path / "theirs" / f"checkpoint-{SAVED_STEP}"
     imported = import_run(source, tmp_path / "ours", recipe)
     assert len(imported.notices) == 1, imported.notices
     saved = CheckpointReader(tmp_path / "ours" / f"step-{SAVED_STEP:08d}")
-    for name, weight in load_file(source / "model.safetensors").items():
+    # save_pretrained stores each expert by itself; transformers puts them together again.
+    for name, weight in AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).named_parameters():
         assert torch.equal(saved.tensor("model", name).clone(), weight)
-    train("run_dir=ours", "--resume", "auto", world_size=2, **(CHANGES | {"parallel": {"pp": 2}}))
+    train("run_dir=ours", "--resume", "auto", world_size=2, **(changes | {"parallel": parallel}))
     assert losses(tmp_path / "ours") == pytest.approx(theirs[SAVED_STEP:], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "removed", "message"),
+    [
+        ({"num_local_experts": 8}, None, r"mlp\.gate\.weight is \[4, 48\] there, and \[8, 48\]"),
+        ({}, "block_sparse_moe.experts.2.w1.weight", r"model\.layers\.0\.mlp\.experts\.gate_up_proj"),
+        ({}, "block_sparse_moe.gate.weight", r"it has no model\.layers\.0\.mlp\.gate\.weight"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused_in_one_line(
+    make_recipe: Callable[..., Recipe], tmp_path: Path, changes: dict[str, Any], removed: str | None, message: str
+) -> None:
+    recipe = make_recipe(model=MIXTRAL)
+    model = AutoModelForCausalLM.from_config(load_config(recipe.model), dtype=torch.float32)
+    source = tmp_path / "checkpoint-4"
+    model.save_pretrained(source)
+    file = source / "model.safetensors"
+    weights = {name: value for name, value in load_file(file).items() if name != f"model.layers.0.{removed}"}
+    save_file(weights, file)
+    torch.save(torch.optim.AdamW(model.parameters()).state_dict(), source / "optimizer.pt")
+    (source / "trainer_state.json").write_text(json.dumps({"global_step": SAVED_STEP}))
+    other = make_recipe(model=MIXTRAL | {"overrides": MIXTRAL["overrides"] | changes})
+    with pytest.raises(CheckpointError, match=message) as caught:
+        import_run(source, tmp_path / "ours", other)
+    assert str(caught.value).isprintable()
 
 
 GPT2 = {"n_embd": HIDDEN, "n_inner": FFN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": POSITIONS}

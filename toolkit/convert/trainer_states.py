@@ -1,5 +1,8 @@
 """Training states of the Trainer on one device or with DDP: model.safetensors, optimizer.pt and trainer_state.json.
 
+model.safetensors has the names of `save_pretrained`, which splits some parameters (an expert each): transformers' own
+rules convert them, as they do for pretrained weights.
+
 optimizer.pt numbers the parameters and does not name them: first those that decay, then biases and norms, each in the
 model's order. Which decay is asked of the Trainer's own function, and every moment must have its parameter's shape.
 """
@@ -10,18 +13,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import get_parameter_names
 
 from toolkit.checkpoint.names import INDEX, MODEL, SINGLE, checkpoint_error
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.convert.deepspeed_partitions import STATE_KINDS, read_scanned
 from toolkit.convert.training_state import MASTER, TrainingState
-from toolkit.files import printable, read_json_object
+from toolkit.files import printable, read_json_object, reason_of
+from toolkit.model_init.pretrained_weights import ConvertedTensor, find_origins
+from toolkit.parallel.shard import FullTensor
 
 _OPTIMIZER = "optimizer.pt"
 _PROGRESS = "trainer_state.json"
 _SPARED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Names without weight decay. Source: Trainer.get_decay_parameter_names of transformers 5.23."""
+_OTHER_CONFIG = "Use the config that it was trained with."
 
 
 def is_trainer_state(place: Path) -> bool:
@@ -30,13 +37,10 @@ def is_trainer_state(place: Path) -> bool:
     return has_model and (place / _OPTIMIZER).is_file() and (place / _PROGRESS).is_file()
 
 
-def open_trainer_state(place: Path, model: nn.Module) -> TrainingState:
+def open_trainer_state(place: Path, model: PreTrainedModel) -> TrainingState:
     """Open it, for a model on any device, meta too. Raises CheckpointError."""
-    reader = CheckpointReader(place)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    missing = next((name for name in shapes if not reader.has(MODEL, name)), None)
-    if missing is not None:
-        raise checkpoint_error(place, f"it has no {missing}. Use the config that it was trained with.")
+    weights = _weights(place, model, shapes)
     try:
         number = read_json_object(place / _PROGRESS).get("global_step")
     except (OSError, ValueError) as error:
@@ -49,7 +53,7 @@ def open_trainer_state(place: Path, model: nn.Module) -> TrainingState:
 
     def read(kind: str, name: str) -> torch.Tensor:
         if kind == MASTER:
-            return reader.tensor(MODEL, name, dtype=torch.float32).clone()
+            return weights[name].clone()
         value: torch.Tensor = states[name][kind]
         return value.to(torch.float32, copy=True)
 
@@ -64,6 +68,37 @@ def open_trainer_state(place: Path, model: nn.Module) -> TrainingState:
         read=read,
         optimizer={key: value for key, value in optimizer["param_groups"][0].items() if key != "params"},
     )
+
+
+def _weights(place: Path, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FullTensor]:
+    """The stored weight of each parameter, converted when it is read. Raises CheckpointError."""
+    reader = CheckpointReader(place)
+    stored = reader.specs[MODEL]
+
+    def tensor(key: str) -> torch.Tensor:
+        return reader.tensor(MODEL, key, dtype=torch.float32).clone()
+
+    plain, conversions = find_origins(model, stored)
+    weights: dict[str, FullTensor] = {
+        name: reader.tensor(MODEL, key, dtype=torch.float32) for name, key in plain.items()
+    }
+    stored_shapes = {name: stored[key].shape for name, key in plain.items()}
+    for conversion in conversions:
+        try:
+            converted = conversion.apply(lambda key: torch.empty(stored[key].shape, device="meta"))
+        except Exception as error:  # transformers' operations raise anything for shapes that do not fit
+            problem = f"{conversion.name} cannot be built from what it stores ({printable(reason_of(error))})"
+            raise checkpoint_error(place, f"{problem}. {_OTHER_CONFIG}") from None
+        for name, value in converted.items():
+            weights[name] = ConvertedTensor(conversion, name, tensor, torch.float32)
+            stored_shapes[name] = tuple(value.shape)
+    for name, shape in shapes.items():
+        if name not in weights:
+            raise checkpoint_error(place, f"it has no {name}. {_OTHER_CONFIG}")
+        if tuple(stored_shapes[name]) != shape:
+            problem = f"{name} is {list(stored_shapes[name])} there, and {list(shape)} by its config"
+            raise checkpoint_error(place, f"{problem}. {_OTHER_CONFIG}")
+    return weights
 
 
 def _by_name(
