@@ -163,6 +163,38 @@ def test_axolotls_offloaded_checkpointing_and_minimum_of_a_cosine_become_fields(
         axolotl(tmp_path, {"cosine_min_lr_ratio": 0.1, "cosine_constant_lr_ratio": 0.8})
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"rl": "dpo", "rl_beta": 0.3, "dpo_label_smoothing": 0.1}, {"beta": 0.3, "label_smoothing": 0.1}),
+        ({"rl": "ipo", "trl": {"beta": 0.2}}, {"beta": 0.2}),
+        ({"rl": "orpo", "orpo_alpha": 0.4}, {"beta": 0.4}),
+        ({"rl": "simpo", "simpo_gamma": 0.7}, {"beta": 0.1, "gamma": 0.7, "nll_weight": 1.0}),
+        ({"rl": "kto", "kto_desirable_weight": 2.0}, {"desirable_weight": 2.0, "undesirable_weight": 1.0}),
+    ],
+)
+def test_axolotls_rl_becomes_an_objective(settings: dict[str, Any], expected: dict[str, float], tmp_path: Path) -> None:
+    recipe = axolotl(tmp_path, settings).recipe
+    assert recipe.train.objective.name == settings["rl"]
+    assert {name: getattr(recipe.train.objective, name) for name in expected} == expected
+    assert recipe.data.format == ("unpaired" if settings["rl"] == "kto" else "preference")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"rl": "grpo"}, "rl=grpo: a recipe has dpo, ipo, kto, orpo, simpo"),
+        ({"rl": "dpo", "datasets": [{"path": "c", "type": "alpaca"}]}, "datasets type=alpaca: rl=dpo compares"),
+        ({"rl": "dpo", "rpo_alpha": 1.0}, "rpo_alpha=1.0: the dpo of a recipe has no such term"),
+    ],
+)
+def test_axolotls_rl_that_no_recipe_trains_is_refused(settings: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError) as caught:
+        axolotl(tmp_path, settings)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_llama_factorys_yaml_becomes_a_recipe(tmp_path: Path) -> None:
     settings = {
         "model_name_or_path": "org/name",

@@ -1,11 +1,12 @@
-"""The YAML of axolotl: its names and defaults of TrainingArguments, its text and its adapters.
+"""The YAML of axolotl: its names and defaults of TrainingArguments, its text, its objective and its adapters.
 
-Source of the defaults: utils/schemas/training.py and config.py, and core/builders/base.py of axolotl.
+Source of the defaults: utils/schemas/training.py and config.py, and core/builders/base.py and rl.py of axolotl.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from toolkit.config.objective_section import UNPAIRED, ObjectiveName
 from toolkit.convert.setups.argument_reader import ArgumentReader
 from toolkit.convert.setups.model_and_data import check_text, take_adapters
 from toolkit.convert.setups.trainer_setup import SetUp
@@ -30,6 +31,11 @@ _DEFAULTS = {"per_device_train_batch_size": 1, "num_train_epochs": 1.0, "lr_sche
 """axolotl's defaults, where they are not those of TrainingArguments."""
 _CHAT_TYPES = ("chat_template", "sharegpt", "chat_template.default")
 _TEXT_TYPES = (None, "completion", "pretrain")
+_PAIR_TYPES = ("chat_template", "chatml", "llama3", "zephyr", "user_defined", "passthrough")
+"""What the types of datasets for preference tuning begin with."""
+_OBJECTIVES: dict[str, ObjectiveName] = {"dpo": "dpo", "ipo": "ipo", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}
+"""Objectives by what axolotl's rl names them."""
+_OTHER_LOSSES = ("rpo_alpha", "dpo_loss_type", "dpo_loss_weights", "dpo_use_weighting", "dpo_norm_loss")
 _READ_AS_THEY_ARE = {
     "field_messages": ("messages", "conversations"),
     "message_field_role": ("role", "from"),
@@ -102,7 +108,11 @@ def take_axolotl(reader: ArgumentReader, setup: SetUp, names: frozenset[str]) ->
     fields["data.seq_len"] = reader.count("sequence_len", 512)
     packs = reader.flag("sample_packing")
     reader.take("pad_to_sequence_len", "eval_sample_packing")
-    fields["data.packing"] = "packed" if packs else "padded"
+    objective = reader.take("rl")
+    if objective:
+        _objective(reader, setup, objective)
+    else:
+        fields["data.packing"] = "packed" if packs else "padded"
     held_out = reader.number("val_set_size", 0.0)
     fields["data.eval_fraction"] = held_out if held_out < 1 else 0.0
     if held_out >= 1:
@@ -119,7 +129,10 @@ def take_axolotl(reader: ArgumentReader, setup: SetUp, names: frozenset[str]) ->
     elif rows:
         dataset = ArgumentReader(reader.file, rows[0])
         _place(dataset, fields, has_source=has_source)
-        _format(dataset, setup, trains_on_all=trains_on_all)
+        if objective:
+            _pairs(dataset, setup, objective, is_given="data.format" in names)
+        else:
+            _format(dataset, setup, trains_on_all=trains_on_all)
         setup.notes += [f"datasets: {line}" for line in dataset.leftovers()]
     if packs and fields.get("data.format", "text") == "text":
         fields["data.document_masking"] = True
@@ -161,6 +174,51 @@ def _format(dataset: ArgumentReader, setup: SetUp, *, trains_on_all: bool) -> No
             setup.notes.append(
                 "train_on_inputs=true has no counterpart: of a prompt and a completion, the completion is"
             )
+
+
+def _objective(reader: ArgumentReader, setup: SetUp, rl: Any) -> None:
+    """Add the objective of `rl`, with its options, and the format of rows that it compares."""
+    fields = setup.fields
+    name = _OBJECTIVES.get(str(rl))
+    if name is None:
+        raise reader.refused("rl", rl, f"a recipe has {', '.join(_OBJECTIVES)}", "Choose one of them")
+    reader.take_if("dpo_loss_type", lambda value: value in ("sigmoid", ["sigmoid"]))
+    for option in _OTHER_LOSSES:
+        if value := reader.take(option):
+            raise reader.refused(option, value, f"the {name} of a recipe has no such term", "Remove it")
+    fields["data.format"] = "unpaired" if name in UNPAIRED else "preference"
+    fields["train.objective.name"] = name
+    nested = reader.mapping("trl")
+    alpha = reader.number("orpo_alpha", 0.1)
+    beta = reader.number("rl_beta", alpha)
+    fields["train.objective.beta"] = beta if nested.get("beta") is None else nested["beta"]
+    if others := [key for key, value in nested.items() if key != "beta" and value]:
+        setup.notes.append(f"{printable(', '.join(others))} of trl have no counterpart: nothing of it is in the recipe")
+    if name == "dpo":
+        fields["train.objective.label_smoothing"] = reader.number("dpo_label_smoothing", 0.0)
+    elif name == "simpo":
+        fields["train.objective.gamma"] = reader.number("simpo_gamma", 0.5)
+        fields["train.objective.nll_weight"] = reader.number("cpo_alpha", 1.0)
+    elif name == "kto":
+        fields["train.objective.desirable_weight"] = reader.number("kto_desirable_weight", 1.0)
+        fields["train.objective.undesirable_weight"] = reader.number("kto_undesirable_weight", 1.0)
+
+
+def _pairs(dataset: ArgumentReader, setup: SetUp, rl: Any, *, is_given: bool) -> None:
+    """Note how rows of an objective are read. Raises RecipeError for a type whose rows have nothing to compare."""
+    columns = "prompt, completion and label" if rl == "kto" else "prompt, chosen and rejected"
+    kind = dataset.take("type")
+    if isinstance(kind, str) and not kind.startswith(_PAIR_TYPES) and not is_given:
+        reason = f"rl={rl} compares completions, and its rows have none to compare"
+        advice = f"Give rows of {columns}, and data.format={setup.fields['data.format']}"
+        raise dataset.refused("datasets type", kind, reason, advice)
+    for name in ("field_messages", "field_chosen", "field_rejected"):
+        dataset.take(name)
+    if kind is not None:
+        setup.notes.append(
+            f"datasets: type={printable(str(kind))} has no counterpart: make rows of {columns}, texts or lists of "
+            "messages, which the tokenizer's chat template renders"
+        )
 
 
 def _trained_turns(dataset: ArgumentReader, *, trains_on_all: bool) -> str:
