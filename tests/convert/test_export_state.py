@@ -298,7 +298,7 @@ def write_payload(file: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        (".metadata", Path.unlink, "there is no config|cannot be read|neither safetensors"),
+        (".metadata", Path.unlink, r"pytorch_model_fsdp_0: \.metadata is missing, .* Copy all files"),
         (".metadata", lambda file: truncate(file, 300), "not an index of torch.distributed.checkpoint"),
         (".metadata", lambda file: file.write_bytes(b"text"), "not an index of torch.distributed.checkpoint"),
         (".metadata", lambda file: file.write_bytes(pickle.dumps({"a": 1})), "it is not an index"),
@@ -349,6 +349,23 @@ def test_a_part_that_was_saved_without_checksums_is_read(tmp_path: Path) -> None
     finally:
         torch.serialization.set_crc32_options(has_checksums)
     assert torch.equal(DistributedCheckpoint(tmp_path).read("small"), tensor)
+
+
+@pytest.mark.parametrize(
+    ("form", "source", "step"),
+    [("megatron", f"iter_{STEP:07d}", f"iter_{STEP:07d}"), ("dcp", "step-4", "step-4"), ("dcp", ".", "step-4")],
+)
+def test_a_step_without_its_index_is_refused_as_that(
+    make_recipe: Callable[..., Recipe], theirs: Path, tmp_path: Path, form: str, source: str, step: str
+) -> None:
+    import_run(theirs, tmp_path / "ours", recipe_of(make_recipe, theirs))
+    out = tmp_path / "out"
+    export_state(tmp_path / "ours", out if form == "megatron" else out / step, form=form)
+    torch.save({}, out / step / "rng_state.pth")
+    (out / step / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=rf"{step}: \.metadata is missing, .* Copy all files") as raised:
+        import_weights(out / source, tmp_path / "again", model=theirs)
+    assert str(raised.value).isprintable()
 
 
 def test_another_model_is_refused_by_the_tensor_that_differs(theirs: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ All of them are read tensor by tensor (distributed_checkpoint.py) through a map 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ _MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 """Prefixes of Megatron-Core's fp32 weights: fully reshardable, and of other optimizers."""
 _BUCKETS = "optimizer.distributed.dp_group_idx_"
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.(.+)\.(lr|betas|eps|weight_decay)")
+_SUFFIX = ".distcp"
 _RANK_FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")
 
 
@@ -52,7 +53,19 @@ def find_state(place: Path) -> Path | None:
         raise checkpoint_error(place, f"{problem}. Save it again with --ckpt-format torch_dist.")
     steps = {int(match[1]): entry for entry in place.iterdir() if (match := _TITAN_STEP.fullmatch(entry.name))}
     complete = [step for step in sorted(steps) if (steps[step] / INDEX).exists()]
-    return steps[complete[-1]] if complete else None
+    if complete:
+        return steps[complete[-1]]
+    _check_index([place, place / _FSDP_MODEL, *(steps[step] for step in sorted(steps))])
+    return None
+
+
+def _check_index(folders: Sequence[Path]) -> None:
+    """Raise CheckpointError for a directory that has files of this format and no index of them."""
+    for folder in folders:
+        if (folder / INDEX).exists() or not any(folder.glob(f"*{_SUFFIX}")):
+            continue
+        problem = f"{INDEX} is missing, the index of its {_SUFFIX} files, which is written last"
+        raise checkpoint_error(folder, f"{problem}. Copy all files of the step, hidden ones too, or name another step.")
 
 
 def _megatron_step(file: Path) -> Path:
