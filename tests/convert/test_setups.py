@@ -279,6 +279,14 @@ def test_what_no_recipe_has_of_llama_factory_is_refused(
         ({"max_steps": 5, "bf16": True, "fp16": True}, "fp16 is true as well"),
         ({"max_steps": 5, "optim": "galore_adamw"}, "optim=galore_adamw: no optimizer"),
         ({"max_steps": 5, "lr_scheduler_type": "greedy"}, "lr_scheduler_type=greedy: no schedule"),
+        (
+            {"max_steps": 5, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}},
+            "lr_scheduler_kwargs.num_cycles=1: the cosine of a recipe has 0.5",
+        ),
+        (
+            {"max_steps": 5, "lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 100}},
+            "lr_scheduler_kwargs.timescale=100: inverse_sqrt has none in a recipe",
+        ),
         ({"max_steps": 5, "deepspeed": "gone.json"}, "deepspeed=gone.json: there is no such file here"),
         ({"max_steps": 5, "per_device_train_batch_size": 1.5}, "a whole number is needed"),
         ({"max_steps": 5, "weight_decay": -1}, "weight_decay=-1: a number of at least 0 is needed"),

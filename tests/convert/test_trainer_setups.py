@@ -58,11 +58,12 @@ def test_ten_losses_are_those_of_the_trainer_that_it_was_made_from(
         {"lr_scheduler_type": "cosine", "warmup_steps": 0.13},
         {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}, "warmup_steps": 3},
         {"lr_scheduler_type": "polynomial"},
+        {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 1}},
         {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5},
         {
             "lr_scheduler_type": "warmup_stable_decay",
             "warmup_steps": 2,
-            "lr_scheduler_kwargs": {"num_decay_steps": 7, "min_lr_ratio": 0.2},
+            "lr_scheduler_kwargs": {"num_decay_steps": 7, "num_stable_steps": 11, "min_lr_ratio": 0.2},
         },
     ],
 )

@@ -29,6 +29,14 @@ _OPTIMIZERS = {
     "muon": "muon",
 }
 """Optimizers by the Trainer's names, of those that a recipe has with the same update."""
+_SCHEDULE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cosine": {"num_cycles": 0.5},
+    "cosine_with_restarts": {"num_cycles": 1},
+    "cosine_with_min_lr": {"num_cycles": 0.5},
+    "polynomial": {"power": 1.0},
+    "warmup_stable_decay": {"warmup_type": "linear", "decay_type": "cosine", "num_cycles": 0.5},
+}
+"""Arguments of schedules that no field changes: the defaults of transformers' functions."""
 _DATA = ("samples are packed from the text of data, in an order that train.seed decides: other ones than the Trainer's "
          "sampler draws")  # fmt: skip
 
@@ -226,10 +234,18 @@ def _schedule(reader: ArgumentReader, setup: SetUp, steps: int | None, lr: float
     if name == "polynomial":
         fields["schedule.min_lr_ratio"] = min(1.0, float(extras.pop("lr_end", 1e-7)) / lr)
     if "num_decay_steps" in extras and name == "warmup_stable_decay":
-        fields["schedule.decay_steps"] = extras.pop("num_decay_steps")
+        decay = extras.pop("num_decay_steps")
+        fields["schedule.decay_steps"] = decay
+        rest = (steps or 0) - fields["schedule.warmup_steps"]
+        if isinstance(decay, int) and extras.get("num_stable_steps") == rest - decay:
+            del extras["num_stable_steps"]
+    defaults = _SCHEDULE_DEFAULTS.get(name, {})
     for key, value in extras.items():
-        if value is not None and (key, value) not in (("num_cycles", 0.5), ("num_cycles", 1), ("power", 1.0)):
-            setup.notes.append(f"lr_scheduler_kwargs {key}={value} has no counterpart: {name} has its default for it")
+        if value is not None and value != defaults.get(key):
+            reason = (
+                f"the {name} of a recipe has {defaults[key]}" if key in defaults else f"{name} has none in a recipe"
+            )
+            raise reader.refused(f"lr_scheduler_kwargs.{key}", value, reason, "Remove it, or choose another schedule")
 
 
 def _least(extras: dict[str, Any], lr: float) -> float:
