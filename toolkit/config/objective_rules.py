@@ -1,6 +1,8 @@
 """Rules for `train.objective`: the data, the reference and the layout that an objective can be computed with."""
 
-from collections.abc import Iterator, Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.config.data_section import PREFERENCE_FORMATS, CorpusSection
@@ -14,12 +16,13 @@ from toolkit.config.objective_section import (
 from toolkit.config.recipe import Recipe
 from toolkit.config.router_rules import expert_count
 from toolkit.errors import Refusal, Setting, nearest
-from toolkit.files import expanded
 from toolkit.remote_files import is_url
 
 _NAME = "train.objective.name"
 _REFERENCE = "train.objective.reference"
 _FORMAT = "data.format"
+_HUB_NAME = re.compile(r"(?!.*(?:--|\.\.|\.git$))\w(?:[\w.-]*\w)?/\w(?:[\w.-]{0,94}\w)?", re.ASCII)
+"""`org/name`, as the hub allows it."""
 
 
 def objective_conflicts(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal]:
@@ -45,7 +48,8 @@ def _formats(recipe: Recipe) -> Iterator[Refusal]:
     elif row_format not in PREFERENCE_FORMATS and name != "sft":
         needed = "unpaired" if name in UNPAIRED else "preference"
         reason = "its rows have nothing to compare"
-        yield recipe.conflict(_NAME, _FORMAT, reason=reason, remedy=((_FORMAT, needed), (_NAME, "sft")))
+        remedy = ((_FORMAT, needed), (_NAME, "sft"))
+        yield recipe.conflict(_NAME, _FORMAT, reason=reason, remedy=remedy, field=_FORMAT)
 
 
 def _data(recipe: Recipe) -> Iterator[Refusal]:
@@ -90,7 +94,11 @@ def _reference(recipe: Recipe) -> Iterator[Refusal]:
         reason = "its rewards are log-ratios to a reference"
         yield recipe.conflict(_REFERENCE, _NAME, reason=reason, remedy=((_REFERENCE, "initial"),))
     elif section.reference not in ("initial", "none", "online"):
-        yield from _other_model(recipe, _REFERENCE, section.reference, (_REFERENCE, "initial, online or none"))
+        instead: Setting = (_REFERENCE, "initial, online or none")
+        yield from other_model_conflicts(_REFERENCE, section.reference, instead, words=("initial", "online", "none"))
+        if recipe.model.load_in_4bit:
+            reason = "packed weights cannot change places with others"
+            yield recipe.conflict(_REFERENCE, "model.load_in_4bit", reason=reason, remedy=(instead,))
     nvme = "parallel.offload_params"
     if section.reference != "initial" and recipe.parallel.offload_params == "nvme":
         reason = "weights on a drive cannot change places with others"
@@ -101,16 +109,21 @@ def _reference(recipe: Recipe) -> Iterator[Refusal]:
         yield recipe.conflict(_REFERENCE, "parallel.hpz", reason=reason, remedy=remedy)
 
 
-def _other_model(recipe: Recipe, field: str, name: str, instead: Setting) -> Iterator[Refusal]:
-    """Refuse a model that is neither a directory nor a name on the hub, or that 4-bit weights cannot become."""
+def other_model_conflicts(field: str, name: str, instead: Setting, *, words: Sequence[str] = ()) -> Iterator[Refusal]:
+    """Refuse a model beside the one that trains that is neither a directory of a model nor a name on the hub.
+
+    `words`: values of the field that are no models, one of which may be meant.
+    """
+    path = os.path.expanduser(name)
     if is_url(name):
         yield Refusal.of(field, name, "models are read from directories", "copy it to one", instead)
-    elif "/" not in name and not expanded(name).is_dir():
-        hint = nearest(name, ("initial", "online", "none"))
-        yield Refusal.of(field, name, f"there is no such directory.{hint}", "name a model or a checkpoint", instead)
-    if recipe.model.load_in_4bit and field == _REFERENCE:
-        reason = "packed weights cannot change places with others"
-        yield recipe.conflict(field, "model.load_in_4bit", reason=reason, remedy=(instead,))
+    elif os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            yield Refusal.of(field, name, "it has no config.json", "name a model or a checkpoint", instead)
+    elif _HUB_NAME.fullmatch(name) is None or os.path.exists(path):
+        hint = nearest(name, words).strip()
+        remedy = (hint,) if hint else ("name a model or a checkpoint", instead)
+        yield Refusal.of(field, name, "there is no such directory", *remedy)
 
 
 def _means(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal]:
