@@ -182,6 +182,18 @@ def test_an_import_has_a_part_and_few_tensors_in_memory(make_recipe: Callable[..
     assert largest <= live.peak_bytes <= 4 * largest < written.nbytes / 3
 
 
+@pytest.mark.parametrize("form", ["dcp", "megatron"])
+def test_an_export_has_few_tensors_in_memory(make_recipe: Callable[..., Recipe], tmp_path: Path, form: str) -> None:
+    recipe = make_recipe(**CHANGES)
+    weights = gathered(tmp_path / "checkpoint-5", load_config(recipe.model))
+    import_run(tmp_path / "checkpoint-5", tmp_path / "ours", recipe)
+    with RealBytes() as live:
+        written = export_state(tmp_path / "ours", tmp_path / "out", form=form).written
+    largest = max(value.nbytes for value in weights.values())
+    # What is read, and what is made of it.
+    assert largest <= live.peak_bytes <= 3 * largest < written.nbytes / 4
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,24 +1,28 @@
 """Writing PyTorch's distributed checkpoint format: boxes of tensors, each computed when it is written.
 
 PyTorch's own planner takes a state dict, that is a whole model in memory. Here the plan is made from shapes, and
-`resolve_data` computes a box when its turn comes.
+`resolve_data` computes a box when its turn comes. PyTorch's own writer keeps all tensors of a file until its end (2.13,
+`_write_files_from_queue`), so a file is written here, with no more than one box in memory.
 """
 
 import io
 import logging
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from typing_extensions import override
 
 
@@ -46,10 +50,38 @@ def write_distributed(directory: Path, boxes: Sequence[Box], objects: Mapping[st
     with _silent():
         save(
             {},
-            storage_writer=FileSystemWriter(directory, single_file_per_rank=True, thread_count=1),
+            storage_writer=_Writer(directory),
             planner=_Planner(boxes, objects),
             no_dist=True,
         )
+
+
+class _Writer(FileSystemWriter):
+    """Writes all items into one file, one after the other."""
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        file = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        with self.fs.create_stream(self.fs.concat_path(self.path, file), "wb") as stream:
+            results = [_write_item(cast(IO[bytes], stream), file, item, planner) for item in plan.items]
+            stream.flush()
+            os.fsync(stream.fileno())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+
+def _write_item(stream: IO[bytes], file: str, item: WriteItem, planner: SavePlanner) -> WriteResult:
+    begin = stream.tell()
+    data = planner.resolve_data(item)
+    if isinstance(data, io.BytesIO):
+        stream.write(data.getbuffer())
+    else:
+        # All of a tensor's storage is saved: here it is that of its values alone.
+        torch.save(data if data.untyped_storage().nbytes() == data.nbytes else data.clone(), stream)
+    nbytes = stream.tell() - begin
+    place = _StorageInfo(file, begin, nbytes)
+    return WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=place)
 
 
 class _Planner(DefaultSavePlanner):
