@@ -92,6 +92,39 @@ def test_conversations_are_split_into_prompt_and_completions(row: dict[str, Any]
     assert read(row) == {"prompt": ASKED, "chosen": GOOD, "rejected": BAD}
 
 
+@pytest.mark.parametrize("column", ["prompt", "input", "question", "instruction"])
+@pytest.mark.parametrize("ends", ["", "_response"])
+def test_prompts_and_completions_are_read_under_the_names_of_published_datasets(column: str, ends: str) -> None:
+    row = {column: "hello", f"chosen{ends}": "six", f"rejected{ends}": "seven", "source": "web", "rating": [9, 8]}
+    assert read(row) == {"prompt": "hello", "chosen": "six", "rejected": "seven"}
+    labelled = {column: ASKED, "completion": GOOD, "label": True}
+    assert read(labelled, "unpaired") == {"prompt": ASKED, "completion": GOOD, "label": True}
+
+
+def test_a_system_message_comes_first_in_the_prompt() -> None:
+    system = {"role": "system", "content": "be short"}
+    texts = {"system": "be short", "input": "hello", "chosen": "six", "rejected": "seven"}
+    assert read(texts)["prompt"] == "be short\n\nhello"
+    assert read(texts | {"system": ""})["prompt"] == read(texts | {"system": None})["prompt"] == "hello"
+    messages = {"system": "be short", "prompt": ASKED, "chosen": GOOD, "rejected": BAD}
+    assert read(messages) == {"prompt": [system, *ASKED], "chosen": GOOD, "rejected": BAD}
+    assert read(messages | {"prompt": [system, *ASKED], "system": "be long"})["prompt"] == [system, *ASKED]
+    implicit = {"system": "be short", "chosen": ASKED + GOOD, "rejected": ASKED + BAD}
+    assert read(implicit) == {"prompt": [system, *ASKED], "chosen": GOOD, "rejected": BAD}
+    labelled = {"system": "be short", "prompt": "hello", "completion": "six", "label": False}
+    assert read(labelled, "unpaired")["prompt"] == "be short\n\nhello"
+
+
+def test_an_empty_input_beside_an_instruction_is_none() -> None:
+    row = {"instruction": "hello", "input": "", "chosen": "six", "rejected": "seven"}
+    assert read(row)["prompt"] == "hello"
+    assert read(row | {"input": "hello"})["prompt"] == "hello"
+    conversation = {"instruction": "hello", "input": "other", "chosen": ASKED + GOOD, "rejected": ASKED + BAD}
+    with pytest.raises(DataError, match="the prompt may be"):
+        read(row | {"input": "other"})
+    assert read(conversation)["prompt"] == ASKED
+
+
 def test_texts_begin_to_differ_before_the_space_of_a_word() -> None:
     row = {"chosen": "Human: hi Assistant: yes", "rejected": "Human: hi Assistant: no"}
     assert read(row) == {"prompt": "Human: hi Assistant:", "chosen": " yes", "rejected": " no"}
@@ -119,6 +152,13 @@ def test_implicit_prompts_are_those_of_trl() -> None:
         ("preference", {"prompt": "a", "chosen": "b", "rejected": BAD}, "not both texts or both lists"),
         ("preference", {"prompt": ASKED, "chosen": "b", "rejected": "c"}, "prompt and completion are not both"),
         ("preference", {"chosen": [{"role": "bot", "content": "a"}], "rejected": BAD}, "has the role 'bot'"),
+        ("preference", {"query": "a", "chosen": "b", "rejected": "c"}, "there is no prompt"),
+        ("preference", {"chosen": GOOD, "rejected": BAD}, "there is no prompt"),
+        ("preference", {"prompt": "a", "chosen": GOOD, "rejected": BAD}, "there is no prompt"),
+        ("preference", {"input": "a", "question": "b", "chosen": "c", "rejected": "d"}, "may be input or question"),
+        ("preference", {"input": 3, "chosen": "b", "rejected": "c"}, "input is an int"),
+        ("preference", {"system": 3, "input": "a", "chosen": "b", "rejected": "c"}, "content of system is an int"),
+        ("preference", {"input": "a", "chosen": "b"}, "there is no rejected"),
         ("unpaired", {"prompt": "a", "completion": "b"}, "there is no label"),
         ("unpaired", {"completion": "b", "label": True}, "there is no prompt"),
         ("unpaired", {"prompt": "a", "label": True}, "there is no completion"),

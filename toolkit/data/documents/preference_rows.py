@@ -1,7 +1,8 @@
 """Rows of preference data: pairs of a chosen and a rejected completion, and completions with a label.
 
 A completion and its prompt are texts, or lists of messages. The prompt of a pair may be implicit, as in the datasets of
-Anthropic's HH and of UltraFeedback: it is then what the two completions begin with in common, as TRL takes it.
+Anthropic's HH and of UltraFeedback: it is then what the two completions begin with in common, as TRL takes it. Names of
+columns are those of TRL, and those of Argilla's and Intel's datasets. A row whose prompt is not known is refused.
 """
 
 from collections.abc import Mapping
@@ -12,8 +13,13 @@ from toolkit.data.documents.row_fields import At, missing_field, read_message, r
 from toolkit.errors import DataError
 from toolkit.units import with_article
 
-PAIR_COLUMNS = ("chosen", "rejected", "prompt", "tools")
-UNPAIRED_COLUMNS = ("completion", "label", "prompt", "tools")
+_PROMPTS = ("prompt", "input", "question", "instruction")
+"""Columns that may hold the prompt, of which `prompt` comes first."""
+_SPELLINGS = {"chosen": "chosen_response", "rejected": "rejected_response"}
+"""Another name of a column."""
+PAIR_COLUMNS = ("chosen", "chosen_response", "rejected", "rejected_response", *_PROMPTS, "system", "tools")
+UNPAIRED_COLUMNS = ("completion", "label", *_PROMPTS, "system", "tools")
+_INSTRUCTING = ("system", "developer")
 
 
 def read_pair(row: Mapping[str, Any], at: At) -> dict[str, Any]:
@@ -22,23 +28,28 @@ def read_pair(row: Mapping[str, Any], at: At) -> dict[str, Any]:
     rejected = _completion(row, "rejected", "preference", at)
     if type(chosen) is not type(rejected):
         raise DataError(f"{at()}: chosen and rejected are not both texts or both lists of messages. Repair the row.")
-    prompt = row.get("prompt")
-    if isinstance(prompt, str) and not isinstance(chosen, str):
-        prompt = None  # UltraFeedback repeats the first message as a text
-    if prompt is None:
+    column = _prompt_column(row, type(chosen), at)
+    prompt = row.get(column)
+    is_implicit = prompt is None or (isinstance(prompt, str) and not isinstance(chosen, str))  # as in UltraFeedback
+    if is_implicit:
         shared = _shared(chosen, rejected)
         document = {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
     else:
-        document = {"prompt": _prompt(prompt, chosen, at), "chosen": chosen, "rejected": rejected}
+        document = {"prompt": _prompt(prompt, column, chosen, at), "chosen": chosen, "rejected": rejected}
     for field in ("chosen", "rejected"):
         _check_answer(document[field], field, at)
+    if is_implicit and not _asks(document["prompt"]):
+        reason = "there is no prompt for chosen and rejected, and they do not begin with one"
+        raise DataError(f"{at()}: {reason}. Add a column prompt of their type.")
+    document["prompt"] = _with_system(row, document["prompt"], document["chosen"], at)
     return document | read_tools(row, at)
 
 
 def read_unpaired(row: Mapping[str, Any], at: At) -> dict[str, Any]:
     """Return `prompt`, `completion` and `label` of a row, and `tools` if it has some. Raises DataError."""
     completion = _completion(row, "completion", "unpaired", at)
-    if row.get("prompt") is None:
+    column = _prompt_column(row, type(completion), at)
+    if row.get(column) is None:
         raise missing_field("prompt", "unpaired", at)
     label = row.get("label")
     if label is None:
@@ -46,15 +57,46 @@ def read_unpaired(row: Mapping[str, Any], at: At) -> dict[str, Any]:
     if label not in (True, False):
         raise DataError(f"{at()}: label is {label!r}. Write true for a desirable completion and false for another.")
     _check_answer(completion, "completion", at)
-    prompt = _prompt(row["prompt"], completion, at)
+    prompt = _with_system(row, _prompt(row[column], column, completion, at), completion, at)
     return {"prompt": prompt, "completion": completion, "label": bool(label)} | read_tools(row, at)
 
 
+def _prompt_column(row: Mapping[str, Any], kind: type, at: At) -> str:
+    """Return the column that holds the prompt of completions of a type. Raises DataError where two may."""
+    filled = [name for name in _PROMPTS if row.get(name)]
+    if row.get("prompt") or not filled:
+        return "prompt"
+    first, *others = [name for name in filled if isinstance(row[name], kind)] or filled[:1]
+    for other in others:
+        if row[other] != row[first]:
+            raise DataError(f"{at()}: the prompt may be {first} or {other}. Add prompt, with what is to be the prompt.")
+    return first
+
+
+def _with_system(row: Mapping[str, Any], prompt: Any, completion: Any, at: At) -> Any:
+    """Put the system message of a row in front of its prompt, where that has none; texts with an empty line between."""
+    system = row.get("system")
+    if not system:
+        return prompt
+    message = read_message({"role": "system", "content": system}, "system", at)
+    if isinstance(prompt, str):
+        return f"{system}\n\n{prompt}"
+    has_system = [*prompt, *completion][0]["role"] == "system"
+    return prompt if has_system else [message, *prompt]
+
+
+def _asks(prompt: Any) -> bool:
+    """Whether there is more in a prompt than instructions of a system."""
+    return bool(prompt) if isinstance(prompt, str) else any(turn["role"] not in _INSTRUCTING for turn in prompt)
+
+
 def _completion(row: Mapping[str, Any], field: str, row_format: Format, at: At) -> Any:
-    value = row.get(field)
+    other = _SPELLINGS.get(field, field)
+    column = other if row.get(field) is None else field
+    value = row.get(column)
     if value is None:
         raise missing_field(field, row_format, at)
-    return _text_or_messages(value, field, at)
+    return _text_or_messages(value, column, at)
 
 
 def _text_or_messages(value: Any, field: str, at: At) -> Any:
@@ -66,10 +108,12 @@ def _text_or_messages(value: Any, field: str, at: At) -> Any:
     return [read_message(turn, f"{field}[{number}]", at) for number, turn in enumerate(value)]
 
 
-def _prompt(value: Any, completion: Any, at: At) -> Any:
-    prompt = _text_or_messages(value, "prompt", at)
+def _prompt(value: Any, column: str, completion: Any, at: At) -> Any:
+    prompt = _text_or_messages(value, column, at)
     if type(prompt) is not type(completion):
-        raise DataError(f"{at()}: prompt and completion are not both texts or both lists of messages. Repair the row.")
+        raise DataError(
+            f"{at()}: {column} and completion are not both texts or both lists of messages. Repair the row."
+        )
     return prompt
 
 
