@@ -612,7 +612,12 @@ CHECKPOINTS = [
     Bad("import hf -o out", "auto_map", EVIL),
 ]
 CONFIGS = [
-    Bad("plan", "--model"),
+    Bad("plan", "Missing option '--gpus'"),
+    Bad("plan --gpus 8xH100 --seq 512", "Missing option '--model'"),
+    Bad("plan --model gpt2 --gpus 8xH100 --seq 512", "Missing option '--global-batch'"),
+    Bad("plan --recipe r.yaml --model gpt2 --gpus 8xH100", "the recipe says what is trained"),
+    Bad("plan --recipe r.yaml --gpus 8xH100 --precision fp32", "--precision"),
+    Bad("plan --recipe nope.yaml --gpus 8xH100", "nope.yaml"),
     Bad("plan --model gpt2 --gpus 8xH1000 --seq 512 --global-batch 64", "Did you mean"),
     Bad("plan --model gpt2 --gpus H100 --seq 512 --global-batch 64", "64xH100"),
     Bad("plan --model gpt2 --gpus 0xH100 --seq 512 --global-batch 64", "64xH100"),

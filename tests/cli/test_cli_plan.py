@@ -144,3 +144,31 @@ def test_a_cluster_file_with_the_former_names_of_latencies_is_read(capsys, tmp_p
         steps.append(plan["step_seconds"])
     (plan,) = plans(capsys, *GPT2, "--layout", "dp8-z1", "--micro", "4")
     assert steps[0] == steps[1] > plan["step_seconds"]
+
+
+def test_a_recipe_is_planned_with_its_objective(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Its reference takes a forward pass of each step and a copy of the weights."""
+    recipe = """\
+model: {name_or_path: gpt2}
+data: {source: pairs.jsonl, format: preference, tokenizer: gpt2, seq_len: 512}
+batch: {global_batch_size: 64, micro_batch_size: 1}
+optimizer: {lr: 1e-6}
+train:
+  steps: 10
+  objective: {name: dpo, reference: REFERENCE}
+"""
+    plan_of = {}
+    for reference in ("initial", "online"):
+        path = tmp_path / f"{reference}.yaml"
+        path.write_text(recipe.replace("REFERENCE", reference))
+        command = ["plan", "--recipe", str(path), "--gpus", "8xA100-40", "--layout", "dp8-z1", "--micro", "4"]
+        (plan_of[reference],) = plans(capsys, *command)
+    assert plan_of["initial"]["terms"]["reference"] == 0
+    assert plan_of["online"]["terms"]["reference"] > 0
+    assert plan_of["online"]["memory_bytes"] > plan_of["initial"]["memory_bytes"]
+
+
+def test_options_beside_a_recipe_take_the_place_of_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--recipe", "gpt2-pretrain", "--gpus", "8xA100-40", "--layout", "dp8-z1", "--micro", "4"]
+    (plan,) = plans(capsys, *command, "--seq", "512", "--global-batch", "64")
+    assert plan["tokens_per_second_per_gpu"] * plan["step_seconds"] * 8 == pytest.approx(64 * 512)

@@ -16,14 +16,17 @@ _RATE = FiniteRange(min=0, max=1e6)
 
 
 @click.command()
+@click.option("--model", help="A shape that the toolkit knows, a directory with a config.json, or the file.")
 @click.option(
-    "--model", required=True, help="A shape that the toolkit knows, a directory with a config.json, or the file."
+    "--recipe",
+    type=click.Path(),
+    help="Plan what a recipe trains, or one of the gallery: its model, data, batch and objective.",
 )
 @click.option(
     "--gpus", required=True, metavar="NxGPU", help="64xH100, 8xA100-40, 4xL40S, …; 2xcpu after dstk calibrate."
 )
-@click.option("--seq", type=Count(), required=True, help="Tokens of a sample.")
-@click.option("--global-batch", type=Count(), required=True, help="Samples of a step, of all GPUs.")
+@click.option("--seq", type=Count(), help="Tokens of a sample.  [default: the recipe's]")
+@click.option("--global-batch", type=Count(), help="Samples of a step, of all GPUs.  [default: the recipe's]")
 @click.option(
     "--goal",
     type=click.Choice(["speed", "cost", "memory"]),
@@ -94,6 +97,7 @@ def command(as_json: bool, **options: Any) -> None:
     dstk plan --model llama-3-8b --gpus 64xH100 --seq 4096 --global-batch 512
     dstk plan --model gpt3-175b --gpus 1024xA100 --seq 2048 --global-batch 1536 --tokens 3e11
     dstk plan --model llama-3-8b --gpus 8xH100 --seq 4096 --global-batch 64 --layout tp2-pp2-z1 --micro 2
+    dstk plan --recipe llama-3.1-8b-dpo --gpus 16xH100
     """
     from toolkit.cli.plan.options import plan_of, request_of
     from toolkit.cli.plan.report import check_report, write_report
@@ -101,6 +105,7 @@ def command(as_json: bool, **options: Any) -> None:
     from toolkit.planner.costs import cost_of
     from toolkit.planner.search import nearest_that_fits, search
 
+    _check_complete(options)
     if as_json and options["why"] is not None:
         both = (("--json", None), ("--why", options["why"]))
         raise LayoutError.between(both, "the reasons are text", "leave one of them out")
@@ -148,6 +153,14 @@ def command(as_json: bool, **options: Any) -> None:
     if options["write"] is not None:
         for path in write_plan(request, plans[0], expanded(options["write"])):
             click.echo(path, err=as_json)
+
+
+def _check_complete(options: dict[str, Any]) -> None:
+    """Raise a usage error where neither options nor a recipe say what is planned."""
+    for name in ("model", "seq", "global_batch"):
+        if options["recipe"] is None and options[name] is None:
+            option = name.replace("_", "-")
+            raise click.UsageError(f"Missing option '--{option}'. Give it, or a --recipe.")
 
 
 def _only_with_layout(options: dict[str, Any]) -> None:

@@ -9,14 +9,14 @@ from toolkit.cli.memory.options import read_config
 from toolkit.config.layout import Batch
 from toolkit.config.recipe import Precision
 from toolkit.config.source_text import shorten
-from toolkit.errors import BatchError, LayoutError, RunError, nearest, spell_setting
+from toolkit.errors import BatchError, LayoutError, RecipeError, RunError, nearest, spell_setting
 from toolkit.estimate.trainable import EVERYTHING, Trainable
 from toolkit.files import expanded, read_text, reason_of
 from toolkit.hardware import gpu as find_gpu
 from toolkit.planner.calibration.file import CPU, MEASURED, Calibration, is_calibration
 from toolkit.planner.cluster import Cluster, with_present_names
 from toolkit.planner.execution import Execution, Format
-from toolkit.planner.request import Plan, PlanRequest
+from toolkit.planner.request import Plan, PlanRequest, request_for
 from toolkit.planner.search import best_micro_batch
 from toolkit.units import LARGEST_COUNT
 
@@ -30,6 +30,8 @@ def request_of(options: Mapping[str, Any]) -> PlanRequest:
     """The request. Raises ToolkitError for what cannot be planned."""
     gpus, kind = _gpus(options["gpus"])
     cluster = _cluster(kind, options["cluster"], gpus)
+    if options["recipe"] is not None:
+        return _request_of_recipe(options, cluster, gpus)
     precision: Format = options["precision"]
     wide: Precision = "bf16" if precision not in ("fp32", "fp16") else precision
     if cluster.gpu.peak_flops(wide) is None:
@@ -57,6 +59,37 @@ def request_of(options: Mapping[str, Any]) -> PlanRequest:
         imbalance=options["imbalance"],
         schedules=options["schedules"],
     )
+
+
+_WITHOUT_RECIPE = {
+    "model": None,
+    "precision": "bf16",
+    "framework": "toolkit",
+    "attention": None,
+    "virtual_stages": 1,
+    "trainable": None,
+    "imbalance": 1.0,
+    "write": None,
+}
+"""Options that a recipe leaves no choice of, or that make one, and what they are where they are not given."""
+
+
+def _request_of_recipe(options: Mapping[str, Any], cluster: Cluster, gpus: int) -> PlanRequest:
+    """The request of a recipe; a length and a batch beside it take the place of its own."""
+    from toolkit.config import load_recipe  # and with it YAML, which a plan without a recipe does not wait for
+    from toolkit.config.gallery import find_recipe
+
+    path = options["recipe"]
+    for name, default in _WITHOUT_RECIPE.items():
+        if options[name] != default:
+            option = "--" + name.replace("_", "-")
+            conflict = ((option, options[name]), ("--recipe", path))
+            raise RecipeError.between(conflict, "the recipe says what is trained", f"omit {option}")
+    changes = {"data.seq_len": options["seq"], "batch.global_batch_size": options["global_batch"]}
+    overrides = [f"{field}={value}" for field, value in changes.items() if value is not None]
+    recipe = load_recipe(find_recipe(path), overrides)
+    request = request_for(recipe, cluster, gpus)
+    return replace(request, schedules=options["schedules"])
 
 
 def _only_of_other_frameworks(options: Mapping[str, Any]) -> None:
