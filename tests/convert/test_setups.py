@@ -47,6 +47,55 @@ def test_the_deepspeed_json_decides_where_it_does_not_say_auto(tmp_path: Path) -
     assert "contradict" in refusal(tmp_path, settings | {"max_grad_norm": 1.0}, *DATA)
 
 
+@pytest.mark.parametrize(
+    ("config", "arguments", "expected"),
+    [
+        ({"train_batch_size": 64}, {}, "train_batch_size=64 of the DeepSpeed JSON with per_device_train_batch_size x"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}},
+            {"adam_beta2": 0.999},
+            "betas=0.95 of the DeepSpeed JSON with adam_beta2=0.999",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}},
+            {"warmup_steps": 3},
+            "warmup_num_steps=7 of the DeepSpeed JSON with warmup_steps=3",
+        ),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}},
+            {},
+            "total_num_steps=9 of the DeepSpeed JSON with max_steps=20",
+        ),
+        ({"fp16": {"enabled": True}}, {"bf16": True}, "fp16.enabled=True of the DeepSpeed JSON with bf16=True"),
+        ({"bf16": {"enabled": False}}, {"bf16": True}, "bf16.enabled=False of the DeepSpeed JSON with bf16=True"),
+    ],
+)
+def test_a_deepspeed_json_that_contradicts_an_argument_is_refused(
+    config: dict[str, Any], arguments: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    settings = {"per_device_train_batch_size": 1, "max_steps": 20, "deepspeed": config}
+    problem = refusal(tmp_path, settings | arguments, *DATA)
+    assert expected in problem
+    assert "\n" not in problem
+
+
+def test_a_deepspeed_json_that_agrees_with_the_arguments_is_translated(tmp_path: Path) -> None:
+    scheduler = {"warmup_num_steps": 3, "total_num_steps": 20, "warmup_min_lr": 1e-5}
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}},
+        "scheduler": {"type": "WarmupDecayLR", "params": scheduler},
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+    }
+    settings = {"per_device_train_batch_size": 1, "max_steps": 20, "adam_beta2": 0.95, "bf16": True, "fp16": False}
+    done = recipe_of(tmp_path, settings | {"warmup_steps": 0.15, "deepspeed": config}, *DATA)
+    recipe = done.recipe
+    assert (recipe.batch.global_batch_size, recipe.optimizer.betas, recipe.precision) == (2, (0.9, 0.95), "bf16")
+    assert (recipe.schedule.name, recipe.schedule.warmup_steps) == ("linear", 3)
+    assert any("warmup_min_lr=1e-05" in note for note in done.notes)
+
+
 def test_fsdp_becomes_the_engine_or_the_stage_that_shards_the_same(tmp_path: Path) -> None:
     settings = {"max_steps": 9, "fsdp": True, "fsdp_config": {"activation_checkpointing": True}}
     recipe = recipe_of(tmp_path, settings, *DATA).recipe

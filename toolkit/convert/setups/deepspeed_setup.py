@@ -46,11 +46,7 @@ def take_deepspeed(
     size = config.get("train_batch_size")
     if isinstance(size, int) and not isinstance(size, bool):
         fields["batch.global_batch_size"] = size
-    for name in ("bf16", "fp16"):
-        if _section(reader, config, name).get("enabled") is True:
-            if name in reader and not reader.flag(name):
-                raise _contradiction(f"{name}.enabled", True, name, False)
-            fields["precision"] = name
+    _precision(reader, config, fields)
     _optimizer(reader, _section(reader, config, "optimizer"), fields, notes)
     _scheduler(reader, _section(reader, config, "scheduler"), fields, notes)
     for key, axis in (("sequence_parallel_size", "ulysses"), ("tensor_parallel", "tp")):
@@ -73,7 +69,7 @@ def _section(reader: ArgumentReader, config: Mapping[str, Any], name: str) -> Ma
 
 
 def _same(
-    reader: ArgumentReader, config: Mapping[str, Any], key: str, argument: str, fields: dict[str, Any], name: str
+    reader: ArgumentReader, config: Mapping[str, Any], key: str, argument: str | None, fields: dict[str, Any], name: str
 ) -> None:
     """A number that both say. The JSON's counts; where the argument is given it must be the same."""
     value = config.get(key)
@@ -81,14 +77,15 @@ def _same(
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         raise reader.refused(key, value, "a number or auto is needed")
-    if argument in reader:
+    if argument is not None and argument in reader:
         other = reader.number(argument, 0.0)
         if not math.isclose(other, value):
-            raise _contradiction(key, value, argument, other)
+            raise contradiction(key, value, argument, other)
     fields[name] = value
 
 
-def _contradiction(key: str, value: Any, argument: str, other: Any) -> RecipeError:
+def contradiction(key: str, value: Any, argument: str, other: Any) -> RecipeError:
+    """The error about a value of the JSON beside an argument that says another."""
     return RecipeError(
         f"{key}={value} of the DeepSpeed JSON with {argument}={other}: the Trainer refuses values that contradict each "
         "other. Make them the same, or write auto in the JSON."
@@ -118,6 +115,24 @@ def _zero(reader: ArgumentReader, zero: Mapping[str, Any], fields: dict[str, Any
             fields[f"parallel.{name}"] = True
 
 
+def _precision(reader: ArgumentReader, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    """The precision that the JSON switches on, with which both arguments must agree where they are given."""
+    enabled = {name: _section(reader, config, name).get("enabled") for name in ("bf16", "fp16")}
+    if enabled["bf16"] is True and enabled["fp16"] is True:
+        raise reader.refused(
+            "fp16.enabled", True, "bf16.enabled of the DeepSpeed JSON is true as well", "Switch one off"
+        )
+    for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
+        if not isinstance(enabled[name], bool):
+            continue
+        if name in reader and reader.flag(name) is not enabled[name]:
+            raise contradiction(f"{name}.enabled", enabled[name], name, not enabled[name])
+        if enabled[name] and other in reader and reader.flag(other):
+            raise contradiction(f"{name}.enabled", True, other, True)
+        if enabled[name]:
+            fields["precision"] = name
+
+
 def _optimizer(reader: ArgumentReader, section: Mapping[str, Any], fields: dict[str, Any], notes: list[str]) -> None:
     if not section:
         return
@@ -136,8 +151,13 @@ def _optimizer(reader: ArgumentReader, section: Mapping[str, Any], fields: dict[
     _same(reader, params, "lr", "learning_rate", fields, "optimizer.lr")
     _same(reader, params, "weight_decay", "weight_decay", fields, "optimizer.weight_decay")
     _same(reader, params, "eps", "adam_epsilon", fields, "optimizer.eps")
-    if isinstance(betas := params.get("betas"), list):
+    betas = params.get("betas")
+    if isinstance(betas, list) and len(betas) == 2:
+        for beta, argument in zip(betas, ("adam_beta1", "adam_beta2"), strict=True):
+            _same(reader, {"betas": beta}, "betas", argument, {}, "")
         fields["optimizer.betas"] = betas
+    elif betas not in (None, "auto"):
+        raise reader.refused("optimizer.params.betas", betas, "two numbers or auto are needed")
     notes.append("with an optimizer in the DeepSpeed JSON, biases and norms decay as well; in the recipe they do not")
 
 
@@ -151,10 +171,11 @@ def _scheduler(reader: ArgumentReader, section: Mapping[str, Any], fields: dict[
         advice = f"Use one of {', '.join(names)}, or remove the section: the Trainer then makes lr_scheduler_type"
         raise reader.refused("scheduler.type", kind, "no schedule of a recipe is the same", advice)
     _same(reader, params, "warmup_max_lr", "learning_rate", fields, "optimizer.lr")
-    warmup = params.get("warmup_num_steps", "auto")
-    if warmup == "auto":
-        warmup = reader.count("warmup_steps", 0, least=0)
     fields["schedule.name"] = names[kind]
-    fields["schedule.warmup_steps"] = warmup
+    for key, name in (("warmup_num_steps", "schedule.warmup_steps"), ("total_num_steps", "total_num_steps")):
+        _same(reader, params, key, None, fields, name)
+    least = params.get("warmup_min_lr")
+    if least not in (None, 0, "auto"):
+        notes.append(f"warmup_min_lr={least} of the DeepSpeed JSON has no counterpart: the recipe warms up from 0")
     shape = "with a logarithm" if params.get("warmup_type", "log") == "log" else "over at least 2 steps"
     notes.append(f"DeepSpeed's {kind} begins a step later and warms up {shape}; the recipe's {names[kind]} does not")

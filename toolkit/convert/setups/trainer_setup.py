@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from toolkit.config.recipe import ScheduleName
 from toolkit.convert.setups.argument_reader import ArgumentReader
-from toolkit.convert.setups.deepspeed_setup import take_deepspeed
+from toolkit.convert.setups.deepspeed_setup import contradiction, take_deepspeed
 
 _OPTIMIZERS = {
     "adamw_torch": "adamw",
@@ -186,7 +186,8 @@ def _batch(reader: ArgumentReader, setup: SetUp, given_by_user: Overridden) -> N
     fields.setdefault("batch.micro_batch_size", micro)
     state = reader.mapping("distributed_state")
     processes = given_by_user.gpus or state.get("num_processes")
-    if "batch.global_batch_size" in fields or "batch.global_batch_size" in given_by_user.names:
+    stated = fields.get("batch.global_batch_size")
+    if "batch.global_batch_size" in given_by_user.names or (stated is not None and not isinstance(processes, int)):
         return
     if not isinstance(processes, int):
         setup.missing.append("--gpus N, the number of GPUs of the run, of which its global batch is a multiple")
@@ -194,7 +195,11 @@ def _batch(reader: ArgumentReader, setup: SetUp, given_by_user: Overridden) -> N
     shared = math.prod(fields.get(f"parallel.{axis}", 1) for axis in _AXES.values())
     if processes % shared:
         raise reader.refused("parallelism_config", shared, f"it does not divide {processes} GPUs", "Correct --gpus")
-    fields["batch.global_batch_size"] = micro * accumulation * processes // shared
+    product = micro * accumulation * processes // shared
+    if stated is not None and stated != product:
+        factors = "per_device_train_batch_size x gradient_accumulation_steps x replicas"
+        raise contradiction("train_batch_size", stated, factors, product)
+    fields["batch.global_batch_size"] = product
     if given_by_user.gpus is None:
         setup.notes.append(f"the global batch is that of {processes} process{'es' if processes > 1 else ''}, as saved")
 
@@ -215,9 +220,13 @@ def _schedule(reader: ArgumentReader, setup: SetUp, steps: int | None, lr: float
     fields = setup.fields
     name = reader.text("lr_scheduler_type") or "linear"
     extras = dict(reader.mapping("lr_scheduler_kwargs"))
+    is_warmup_given = "warmup_steps" in reader or "warmup_ratio" in reader
     warmup = reader.number("warmup_steps", 0.0)
     ratio = reader.number("warmup_ratio", 0.0)
+    share = warmup if 0 < warmup < 1 else ratio if warmup == 0 else 0.0
+    warmup_steps = math.ceil((steps or 0) * share) if share else int(warmup)
     if "schedule.name" in fields:  # the DeepSpeed JSON has a scheduler, which the Trainer prefers
+        _agree(fields, steps, warmup_steps if is_warmup_given else None)
         return
     if name not in get_args(ScheduleName):
         allowed = ", ".join(get_args(ScheduleName))
@@ -225,10 +234,7 @@ def _schedule(reader: ArgumentReader, setup: SetUp, steps: int | None, lr: float
             "lr_scheduler_type", name, f"no schedule of a recipe is the same ({allowed})", "Choose one"
         )
     fields["schedule.name"] = name
-    share = warmup if 0 < warmup < 1 else ratio if warmup == 0 else 0.0
-    if share and steps is None:
-        return  # the steps are missing anyway, which is said
-    fields["schedule.warmup_steps"] = math.ceil(steps * share) if share and steps else int(warmup)
+    fields["schedule.warmup_steps"] = warmup_steps
     if name in ("cosine_with_min_lr", "warmup_stable_decay"):
         fields["schedule.min_lr_ratio"] = _least(extras, lr)
     if name == "polynomial":
@@ -246,6 +252,17 @@ def _schedule(reader: ArgumentReader, setup: SetUp, steps: int | None, lr: float
                 f"the {name} of a recipe has {defaults[key]}" if key in defaults else f"{name} has none in a recipe"
             )
             raise reader.refused(f"lr_scheduler_kwargs.{key}", value, reason, "Remove it, or choose another schedule")
+
+
+def _agree(fields: dict[str, Any], steps: int | None, warmup_steps: int | None) -> None:
+    """Hold the scheduler of the DeepSpeed JSON to the arguments, where both say something."""
+    total = fields.pop("total_num_steps", None)
+    length = fields.get("train.steps", steps)
+    if total is not None and length is not None and total != length:
+        raise contradiction("scheduler.params.total_num_steps", total, "max_steps", length)
+    stated = fields.setdefault("schedule.warmup_steps", warmup_steps or 0)
+    if warmup_steps is not None and steps is not None and max(1, stated) != max(1, warmup_steps):
+        raise contradiction("scheduler.params.warmup_num_steps", stated, "warmup_steps", warmup_steps)
 
 
 def _least(extras: dict[str, Any], lr: float) -> float:
