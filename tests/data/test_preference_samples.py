@@ -248,6 +248,14 @@ def test_labels_of_completions_are_kept(opened: Open) -> None:
     assert [desirable[number] for number in range(len(rows))] == [row["label"] for row in rows]
 
 
+def test_pairs_and_completions_are_counted_as_what_they_are(opened: Open) -> None:
+    row = {"prompt": "one:", "completion": " two", "label": False}
+    fields = {"format": "unpaired", "has_mismatched": True}
+    assert "; 1 completion: 0 longer" in opened([row], **fields).summary()
+    assert "; 2 completions: 0 longer" in opened([row, row | {"prompt": "two:"}], **fields).summary()
+    assert "; 1 pair: 0 longer" in opened([{"prompt": "one:", "chosen": " two", "rejected": " six"}]).summary()
+
+
 def test_the_loss_is_a_mean_over_pairs_and_tokens_are_counted_beside_it(opened: Open) -> None:
     samples = opened(make_pairs())
     batch = samples.batch(0, range(4))

@@ -77,6 +77,7 @@ class PreferenceSamples(DocumentSamples):
         ends = np.append(starts[1:], offsets[-1])
         answers = self._first_targets(marks, starts, ends)
         is_pair = len(starts) == 2 * (len(offsets) - 1)
+        self._is_pair = is_pair
         per_document = 2 if is_pair else 1
         # A sequence is a prompt from `starts` to `answers`, and an answer from there to `ends`, maybe of another row.
         prompts = np.stack([starts, answers], axis=-1).reshape(-1, per_document, 2)  # [n, 1 or 2, 2]
@@ -134,20 +135,16 @@ class PreferenceSamples(DocumentSamples):
 
     @override
     def summary(self) -> str:
-        noun = "completions" if self._has_labels else "pairs"
+        pieces = "pair" if self._is_pair else "completion"
+        pieces += "s" * (self.piece_count != 1)
         outcome = _OUTCOMES.get(self._overlong, self._overlong)
         longer = f"{self.overlong_documents:,} longer than {self.seq_len:,} tokens {outcome}"
         places = self._lengths.mean() if self.piece_count else 0.0
-        text = f"{len(self):,} an epoch, {self._filled:.1%} filled; {self.piece_count:,} {noun}: {longer}"
+        text = f"{len(self):,} an epoch, {self._filled:.1%} filled; {self.piece_count:,} {pieces}: {longer}"
         text += f"; {places:,.0f} places each, {self.piece_count / max(1, len(self)):.1f} a sample"
         if self.pieces_without_targets:
             text += f", {self.pieces_without_targets:,} without a target left out"
         return text
-
-    @property
-    def _has_labels(self) -> bool:
-        """Whether these are single completions, of which some are desirable."""
-        return bool(self._desirable.any()) or not self._tokens_of[:, 1].any()
 
     @override
     def tokens(self, index: int, held: Sequence[range] | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
