@@ -1,11 +1,13 @@
 """Runs with a preference objective: what they print and write, their cached reference, and how they resume."""
 
+import errno
 import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from interrupted_runs import SETTINGS, timeless
 from small_preferences import make_pairs, preference_data, small_llama, write_rows
@@ -117,6 +119,26 @@ def test_a_reference_pass_that_was_cut_off_goes_on_where_it_was(
     whole, all_passes = ranks(_train, 1, other)[0]
     assert losses == whole
     assert passes == all_passes - 3 > 0
+
+
+def test_nothing_is_cached_after_a_part_that_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "reference.bin"
+    parts = np.arange(-12.0, -4.0).reshape(4, 1, 2)
+    reference_model._append(path, 0, parts[0])
+
+    def refused(self: Path, *_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "open", refused)
+        reference_model._append(path, 1, parts[1])
+    reference_model._append(path, 2, parts[2])
+    assert reference_model._read(path).tolist() == [[-12.0, -11.0]]
+    for number in (1, 2, 3):
+        reference_model._append(path, number, parts[number])
+    assert reference_model._read(path).tolist() == parts[:, 0].tolist()
 
 
 def test_another_model_or_text_has_a_reference_of_its_own(

@@ -29,7 +29,7 @@ from toolkit.files import expanded
 if TYPE_CHECKING:
     from toolkit.training.loop import TrainingRun
 
-_VERSION = 2
+_VERSION = 3
 _MODEL_FIELDS = ("name_or_path", "init", "overrides", "load_in_4bit", "float8")
 """Fields of `model` that decide what its first forward pass computes."""
 _BATCHES_A_COMMIT = 64
@@ -118,8 +118,13 @@ def _read(path: Path) -> NDArray[np.float64]:
 
 
 def _append(path: Path, begin: int, part: NDArray[np.float64]) -> None:
-    """Write the log-probabilities of the pieces from `begin` on; what the disk does not take is computed again."""
+    """Write the log-probabilities of the pieces from `begin` on; what the disk does not take is computed again.
+
+    Nothing is written after a part that is missing, whose place would be read as log-probabilities of 0.
+    """
     with contextlib.suppress(OSError), path.open("r+b" if path.exists() else "w+b") as file:
+        if file.seek(0, os.SEEK_END) < begin * REFERENCE_BYTES:
+            return
         file.seek(begin * REFERENCE_BYTES)
         file.write(part.astype("<f8").tobytes())
         file.flush()
