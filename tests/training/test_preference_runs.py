@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 from interrupted_runs import SETTINGS, timeless
 from small_preferences import make_pairs, preference_data, small_llama, write_rows
 
-from toolkit.config.recipe import Recipe
+from toolkit.config.job import Job
+from toolkit.config.recipe import ModelSection, Recipe
 from toolkit.engines.base import Engine
 from toolkit.engines.factory import create_engine
 from toolkit.engines.full_forward import FullForwardEngine
@@ -150,6 +152,39 @@ def test_another_model_or_text_has_a_reference_of_its_own(
     write_rows(Path(fields["data"]["source"]), make_pairs()[:-1])
     assert REFERENCE in train("run_dir=third", **fields)
     assert len(list((tmp_path / "cache").glob("reference-*.bin"))) == 3
+
+
+def _digest(recipe: Recipe) -> str:
+    corpus = SimpleNamespace(contents="(1, 2)")
+    samples = SimpleNamespace(identity=(96, "truncate", False, True))
+    text = SimpleNamespace(corpus=corpus, split="train")
+    return reference_model._digest(Job.of(recipe, 1), text, samples)  # type: ignore[arg-type]
+
+
+def test_every_field_of_a_model_that_its_forward_pass_reads_has_a_reference_of_its_own(
+    make_recipe: Callable[..., Recipe],
+) -> None:
+    only_trained = {"lora", "freeze", "train_only", "router_aux_loss", "router_z_loss", "router_bias_update"}
+    assert {*reference_model._MODEL_FIELDS} == set(ModelSection.model_fields) - only_trained
+    changes: list[dict[str, Any]] = [
+        {},
+        {"expert_capacity_factor": 1.0},
+        {"expert_capacity_factor": 1.25},
+        {"attn_implementation": "eager"},
+        {"loss": "plain"},
+        {"kernels": "liger"},
+    ]
+    digests = {_digest(make_recipe(model={"name_or_path": "mixtral-8x7b", **change})) for change in changes}
+    assert len(digests) == len(changes)
+
+
+def test_where_tokens_compete_for_experts_the_size_of_a_micro_batch_counts(make_recipe: Callable[..., Recipe]) -> None:
+    def digest(micro: int, **model: Any) -> str:
+        batch = {"global_batch_size": 8, "micro_batch_size": micro}
+        return _digest(make_recipe(model={"name_or_path": "mixtral-8x7b", **model}, batch=batch))
+
+    assert digest(1) == digest(2)
+    assert digest(1, expert_capacity_factor=1.0) != digest(2, expert_capacity_factor=1.0)
 
 
 ADAPTERS = {**MODEL, "lora": {"r": 4, "targets": ["all-linear"]}}

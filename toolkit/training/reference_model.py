@@ -4,7 +4,8 @@ The reference is the model as it is built, before a checkpoint is loaded and bef
 nothing then, because their B is zero. Another reference changes places with it for the pass (`SecondWeights`). So no
 second model is in memory in training, unless it is asked for (`online`). The pass reads every pair or completion
 once, in the order of the text, without dropout. What it computes is cached beside the token cache, by the text and
-how it becomes samples, the model and its precision, and not by the layout. A pass that is cut off goes on where it was.
+how it becomes samples, the model and its precision, and not by the layout; where tokens of a micro-batch compete for
+experts, also by its size. A pass that is cut off goes on where it was.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from toolkit.config.recipe import Recipe
+from toolkit.config.job import Job
 from toolkit.data.samples.preference_samples import REFERENCE_BYTES, PreferenceSamples
 from toolkit.data.tokens.corpora import OpenText
 from toolkit.engines.second_weights import SecondWeights
@@ -30,8 +31,18 @@ if TYPE_CHECKING:
     from toolkit.training.loop import TrainingRun
 
 _VERSION = 3
-_MODEL_FIELDS = ("name_or_path", "init", "overrides", "load_in_4bit", "float8")
-"""Fields of `model` that decide what its first forward pass computes."""
+_MODEL_FIELDS = (
+    "name_or_path",
+    "init",
+    "overrides",
+    "attn_implementation",
+    "loss",
+    "kernels",
+    "load_in_4bit",
+    "float8",
+    "expert_capacity_factor",
+)
+"""Fields of `model` that decide what its first forward pass computes, and how it is rounded."""
 _BATCHES_A_COMMIT = 64
 """Micro-batches of a rank between two writes of the cache."""
 _WEIGHTS = (".safetensors", ".bin")
@@ -58,7 +69,7 @@ def compute_reference(run: "TrainingRun") -> None:
 
 def _table(run: "TrainingRun", samples: PreferenceSamples, text: OpenText, name: str) -> NDArray[np.float64]:
     """Return the log-probabilities of both sequences of each piece of `samples`, [n, 2]."""
-    path = text.corpus.path.parent / f"reference-{_digest(run.recipe, text, samples)}.bin"
+    path = text.corpus.path.parent / f"reference-{_digest(run.job, text, samples)}.bin"
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     table = torch.zeros(samples.piece_count, 2, dtype=torch.float64, device=run.engine.device)
     done = torch.zeros(1, dtype=torch.float64, device=run.engine.device)
@@ -131,10 +142,13 @@ def _append(path: Path, begin: int, part: NDArray[np.float64]) -> None:
         os.fsync(file.fileno())
 
 
-def _digest(recipe: Recipe, text: OpenText, samples: PreferenceSamples) -> str:
+def _digest(job: Job, text: OpenText, samples: PreferenceSamples) -> str:
     """Identify what the log-probabilities are of: equal in every layout."""
+    recipe = job.recipe
     model = {name: getattr(recipe.model, name) for name in _MODEL_FIELDS}
     facts: list[Any] = [_VERSION, text.corpus.contents, text.split, samples.identity, model, recipe.precision]
+    if recipe.model.expert_capacity_factor is not None:
+        facts += [job.batch.micro_batch_size]  # whose tokens compete for the experts
     reference = recipe.train.objective.reference
     if reference != "initial":
         facts += [reference, weights_identity(reference)]
