@@ -18,7 +18,7 @@ from toolkit.config.recipe import ModelSection, Recipe
 from toolkit.engines.base import Engine
 from toolkit.engines.factory import create_engine
 from toolkit.engines.full_forward import FullForwardEngine
-from toolkit.errors import RunError
+from toolkit.errors import ModelError, RunError
 from toolkit.parity.run.train_in_memory import train_in_memory
 from toolkit.training import reference_model
 
@@ -185,6 +185,30 @@ def test_where_tokens_compete_for_experts_the_size_of_a_micro_batch_counts(make_
 
     assert digest(1) == digest(2)
     assert digest(1, expert_capacity_factor=1.0) != digest(2, expert_capacity_factor=1.0)
+
+
+def _refusal(recipe: Recipe) -> str:
+    try:
+        train_in_memory(recipe)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_a_reference_without_weights_is_refused_by_its_own_field(
+    tmp_path: Path,
+    make_recipe: Callable[..., Recipe],
+    ranks: Callable[..., list[Any]],
+    changes: Callable[..., dict[str, Any]],
+) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    objective = {"name": "dpo", "reference": str(tmp_path / "other")}
+    fields = changes(train__engine="reference", train__steps=1, train__objective=objective)
+    del fields["world_size"]
+    (refusal,) = ranks(_refusal, 1, make_recipe(**fields))
+    assert refusal.startswith(f"train.objective.reference={tmp_path}/other: no safetensors weights could be read. ")
+    assert "model." not in refusal
 
 
 ADAPTERS = {**MODEL, "lora": {"r": 4, "targets": ["all-linear"]}}

@@ -25,6 +25,7 @@ from toolkit.config.job import Job
 from toolkit.data.samples.preference_samples import REFERENCE_BYTES, PreferenceSamples
 from toolkit.data.tokens.corpora import OpenText
 from toolkit.engines.second_weights import SecondWeights
+from toolkit.errors import ModelError
 from toolkit.files import expanded
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ _MODEL_FIELDS = (
     "expert_capacity_factor",
 )
 """Fields of `model` that decide what its first forward pass computes, and how it is rounded."""
+_REFERENCE = "train.objective.reference"
 _BATCHES_A_COMMIT = 64
 """Micro-batches of a rank between two writes of the cache."""
 _WEIGHTS = (".safetensors", ".bin")
@@ -112,7 +114,15 @@ def _compute(
 def _reference_weights(run: "TrainingRun") -> AbstractContextManager[None]:
     """Return a context in which the engine has the weights of the reference model."""
     reference = run.recipe.train.objective.reference
-    return nullcontext() if reference == "initial" else SecondWeights.read(run.engine, reference).in_place()
+    if reference == "initial":
+        return nullcontext()
+    try:
+        return SecondWeights.read(run.engine, reference).in_place()
+    except ModelError as error:
+        if error.refusal is None or error.refusal.field == _REFERENCE:
+            raise
+        advice = "name a model or a checkpoint"
+        raise ModelError.of(_REFERENCE, reference, error.refusal.reason, advice, (_REFERENCE, "initial")) from None
 
 
 def _sum(values: torch.Tensor) -> None:
