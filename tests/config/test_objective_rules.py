@@ -52,7 +52,7 @@ def test_what_can_run_is_allowed(make_recipe: Callable[..., Recipe], fields: dic
         (PAIRS | objective("dpo", reference="onlin"), "there is no such directory. Did you mean online?"),
         (PAIRS | objective("dpo", reference="nope"), "there is no such directory. Did you mean none?"),
         (PAIRS | objective("dpo", reference="run.yaml"), "there is no such directory. Name a model or a checkpoint"),
-        (PAIRS | objective("dpo", reference="./nope"), "train.objective.reference=./nope: there is no such directory"),
+        (PAIRS | objective("dpo", reference="./nope"), "reference=./nope: there is no such directory. Name a model"),
         (PAIRS | objective("dpo", reference="/nope/x"), "there is no such directory"),
         (PAIRS | objective("dpo", reference="~/nope"), "there is no such directory"),
         (PAIRS | objective("dpo", reference="runs/none/model"), "there is no such directory"),

@@ -112,7 +112,7 @@ def _reference(recipe: Recipe) -> Iterator[Refusal]:
 def other_model_conflicts(field: str, name: str, instead: Setting, *, words: Sequence[str] = ()) -> Iterator[Refusal]:
     """Refuse a model beside the one that trains that is neither a directory of a model nor a name on the hub.
 
-    `words`: values of the field that are no models, one of which may be meant.
+    `words`: values of the field that are no models, one of which a name without a slash may mean.
     """
     path = os.path.expanduser(name)
     if is_url(name):
@@ -121,7 +121,7 @@ def other_model_conflicts(field: str, name: str, instead: Setting, *, words: Seq
         if not os.path.isfile(os.path.join(path, "config.json")):
             yield Refusal.of(field, name, "it has no config.json", "name a model or a checkpoint", instead)
     elif _HUB_NAME.fullmatch(name) is None or os.path.exists(path):
-        hint = nearest(name, words).strip()
+        hint = "" if "/" in name else nearest(name, words).strip()
         remedy = (hint,) if hint else ("name a model or a checkpoint", instead)
         yield Refusal.of(field, name, "there is no such directory", *remedy)
 
@@ -133,7 +133,3 @@ def _means(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal
     if recipe.train.eval_every:
         reason = "its loss depends on a mean over the global batch, which a validation does not have"
         yield recipe.conflict("train.eval_every", _NAME, reason=reason, remedy=(("train.eval_every", 0),))
-    if config is not None and expert_count(config):
-        reason = "its first pass over a batch would count the experts of tokens twice"
-        remedy = ((_NAME, "dpo, with pairs"), "use a dense model")
-        yield recipe.conflict(_NAME, "model.name_or_path", reason=reason, remedy=remedy)
