@@ -133,3 +133,7 @@ def _means(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal
     if recipe.train.eval_every:
         reason = "its loss depends on a mean over the global batch, which a validation does not have"
         yield recipe.conflict("train.eval_every", _NAME, reason=reason, remedy=(("train.eval_every", 0),))
+    if config is not None and expert_count(config):
+        reason = "its first pass over a batch would count the experts of tokens twice"
+        remedy = ((_NAME, "dpo, with pairs"), "use a dense model")
+        yield recipe.conflict(_NAME, "model.name_or_path", reason=reason, remedy=remedy)
