@@ -244,7 +244,7 @@ def test_the_engines_of_pytorch_have_any_reference(
 
 @pytest.mark.whole
 @pytest.mark.parametrize("training", TRAININGS)
-@pytest.mark.parametrize("objective", ["dpo", "orpo", "simpo"])
+@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo", "simpo"])
 def test_experts_of_several_ranks_train_what_they_do_in_one_process(
     preferences: Callable[..., Recipe], ranks: Ranks, objective: str, training: str
 ) -> None:

@@ -14,7 +14,6 @@ from toolkit.config.objective_section import (
     ObjectiveSection,
 )
 from toolkit.config.recipe import Recipe
-from toolkit.config.router_rules import expert_count
 from toolkit.errors import Refusal, Setting, nearest
 from toolkit.remote_files import is_url
 
@@ -31,7 +30,7 @@ def objective_conflicts(recipe: Recipe, config: Mapping[str, Any] | None) -> Ite
     yield from _data(recipe)
     yield from _fields_without_effect(recipe)
     yield from _reference(recipe)
-    yield from _means(recipe, config)
+    yield from _means(recipe)
 
 
 def _formats(recipe: Recipe) -> Iterator[Refusal]:
@@ -126,14 +125,10 @@ def other_model_conflicts(field: str, name: str, instead: Setting, *, words: Seq
         yield Refusal.of(field, name, "there is no such directory", *remedy)
 
 
-def _means(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal]:
+def _means(recipe: Recipe) -> Iterator[Refusal]:
     """Refuse what a mean over the global batch, in a pass of its own, does not go together with."""
     if recipe.train.objective.name not in UNPAIRED:
         return
     if recipe.train.eval_every:
         reason = "its loss depends on a mean over the global batch, which a validation does not have"
         yield recipe.conflict("train.eval_every", _NAME, reason=reason, remedy=(("train.eval_every", 0),))
-    if config is not None and expert_count(config):
-        reason = "its first pass over a batch would count the experts of tokens twice"
-        remedy = ((_NAME, "dpo, with pairs"), "use a dense model")
-        yield recipe.conflict(_NAME, "model.name_or_path", reason=reason, remedy=remedy)

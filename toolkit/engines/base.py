@@ -282,6 +282,8 @@ class Engine(ABC):
         step_batches = list(batches)
         with self.objective.averaging():
             self._pass_forward(step_batches)
+        if self.routing is not None:
+            self.routing.forget_passes()
         self._sum_over_samples(self.objective.mean)
         self.objective.finish_mean()
         return step_batches

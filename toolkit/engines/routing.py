@@ -108,6 +108,10 @@ class Routing:
         self.global_counts.zero_()
         return self.aux_coefficient > 0 and self._scope == "global"
 
+    def forget_passes(self) -> None:
+        """Forget the loads of the forward passes since the step began; those of the global batch stay."""
+        self.totals.zero_()
+
     def start(self, lengths: torch.Tensor | None) -> None:
         """Begin the forward pass of a micro-batch in training. `lengths` [b]: its tokens without padding; None: all."""
         self._has_padding = lengths is not None
