@@ -101,6 +101,12 @@ def test_prompts_and_completions_are_read_under_the_names_of_published_datasets(
     assert read(labelled, "unpaired") == {"prompt": ASKED, "completion": GOOD, "label": True}
 
 
+@pytest.mark.parametrize("column", ["chosen", "chosen_response"])
+def test_a_table_of_pairs_has_completions_under_one_of_their_names(column: str) -> None:
+    there = ["prompt", column, column.replace("chosen", "rejected"), "rating"]
+    assert set(RowReader(format="preference").columns(there, "a.parquet")) == set(there[:3])
+
+
 def test_a_system_message_comes_first_in_the_prompt() -> None:
     system = {"role": "system", "content": "be short"}
     texts = {"system": "be short", "input": "hello", "chosen": "six", "rejected": "seven"}

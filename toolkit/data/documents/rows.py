@@ -45,7 +45,7 @@ _COLUMNS = {
     "preference": preference_rows.PAIR_COLUMNS,
     "unpaired": preference_rows.UNPAIRED_COLUMNS,
 }
-_NEEDED = {"chat": 2, "prompt_completion": 2, "pretokenized": 1}
+_NEEDED = {"chat": 2, "prompt_completion": 2, "pretokenized": 1, "preference": 2}
 """A table must have one of this many first columns."""
 
 

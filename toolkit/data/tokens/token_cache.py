@@ -32,7 +32,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from toolkit.config.data_section import CONVERSATIONS, DataSection
+from toolkit.config.data_section import CONVERSATIONS, PREFERENCE_FORMATS, DataSection
 from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.data.documents.part import WHOLE, SourcePart
 from toolkit.data.documents.rows import RowReader
@@ -58,6 +58,8 @@ _ROWS = 1
 """Version of how chats and prompts are encoded and masked."""
 _CHATS = 2
 """Version of which chats are refused, and of which of their tokens are trained on."""
+_COMPARED = 1
+"""Version of which columns are read of rows with completions that are compared."""
 _LOCK_POLL_SECONDS = 0.5
 _SILENT_SECONDS = 5.0
 """Seconds of waiting without a message: another rank of this run is often the one that makes the cache."""
@@ -300,6 +302,8 @@ def _name(
         parts += [_ROWS, section.format, section.train_on]
     if section.format in CONVERSATIONS:
         parts += [_CHATS, section.dropped_text, stops]
+    if section.format in PREFERENCE_FORMATS:
+        parts.append({"compared": _COMPARED})
     parts += document_ends.identity(section, loaded)
     if section.weight_field is not None:
         parts.append({"weight_field": section.weight_field})
