@@ -207,13 +207,13 @@ class _Zero12Gradients:
     """Bytes of gradients under ZeRO stages 1 and 2."""
 
     averaged: int
-    """Of the rank's partition, before the update."""
+    """Gradients of the rank's partition, before the update."""
     accumulated: int
-    """While the last micro-batch computes."""
+    """Gradients that are there while the last micro-batch computes."""
     at_reduction: int
-    """While they are reduced."""
+    """Gradients that are there while they are reduced."""
     fresh_layer: int
-    """Of a decoder layer, where the backward pass allocates them."""
+    """Gradients of a decoder layer, where the backward pass allocates them."""
     waiting_on_host: int
     """Sums of earlier micro-batches in host memory."""
 

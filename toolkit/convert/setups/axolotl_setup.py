@@ -143,7 +143,7 @@ def take_axolotl(reader: ArgumentReader, setup: SetUp, names: frozenset[str]) ->
 
 
 def _place(dataset: ArgumentReader, fields: dict[str, Any], *, has_source: bool) -> None:
-    """Where the text is, unless the user says so."""
+    """Set where the text is, unless the user says so."""
     place = {
         "data.source": dataset.text("path"),
         "data.subset": dataset.text("name"),
