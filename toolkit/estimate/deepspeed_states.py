@@ -259,10 +259,10 @@ class _Zero12Buckets(NamedTuple):
 
 
 def _zero12_buckets(settings: DeepSpeedSettings) -> _Zero12Buckets:
-    one = 0
+    bucket = 0
     if settings.contiguous_gradients:
-        one = _staged_bytes(settings) * settings.reduce_bucket_size
-    return _Zero12Buckets(one=one, all=2 * one if settings.overlap_comm else one)
+        bucket = _staged_bytes(settings) * settings.reduce_bucket_size
+    return _Zero12Buckets(one=bucket, all=2 * bucket if settings.overlap_comm else bucket)
 
 
 def _boundary(group: ParameterGroup, offset: int) -> tuple[int, int]:
