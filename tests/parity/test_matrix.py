@@ -27,6 +27,7 @@ from matrix import (
     daily_cells,
     legal_cells,
     long_cells,
+    paired_cells,
 )
 from nonempty import nonempty
 from results import Result, State, read_results
@@ -111,7 +112,15 @@ class TestTheDailyCells:
         assert pairs_of_parts(daily_cells()) == pairs_of_parts(full)
 
     def test_the_long_ones_cover_every_pair_of_options_and_parts_of_a_strategy(self) -> None:
-        assert pairs_of_parts(sorted(long_cells(), key=str)) == pairs_of_parts(daily_cells())
+        assert long_cells() < set(paired_cells())
+        assert pairs_of_parts(sorted(long_cells(), key=str)) == pairs_of_parts(paired_cells())
+
+    def test_those_that_they_are_chosen_from_cover_every_pair_of_options_and_strategies(self) -> None:
+        def pairs(cells: Sequence[Cell]) -> set[Any]:
+            return {p for cell in cells for p in combinations(enumerate((cell.strategy, *cell.options)), 2)}
+
+        full = [cell for cell in legal_cells() if cell.strategy in STRATEGIES]
+        assert pairs(paired_cells()) == pairs(full)
 
     def test_half_of_them_have_micro_batches_with_different_numbers_of_targets(self) -> None:
         padded = sum(cell.mathematics.packing == "padded" for cell in daily_cells())
