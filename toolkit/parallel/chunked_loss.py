@@ -301,7 +301,7 @@ class _ChunkGradients:
             self._weight = grad_logits.t() @ self._x[part]
 
     def take(self) -> list[torch.Tensor | None]:
-        """Return the three."""
+        """Return the gradients of hidden states, weight and bias; None for each that is not wanted."""
         return [self._hidden, self._weight, self._bias]
 
 
