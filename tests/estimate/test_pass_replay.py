@@ -60,6 +60,22 @@ def test_a_replay_allocates_what_the_estimate_adds_up(family: str, changes: dict
     assert counter.allocated == 0
 
 
+def test_a_replay_has_what_a_layer_takes_beside_its_recording() -> None:
+    recording = recorded("llama")
+    expected = recording.at(2, 512)
+    peaks = []
+    for in_layer in (0, 10_000_000):
+        counter = Counter()
+        replay = PassReplay(recording, range(7), 2, 512, counter, in_layer=in_layer)
+        live = Live()
+        for _ in (*replay.forward(live), *replay.backward(live)):
+            pass
+        assert counter.allocated == 0
+        peaks.append(counter.peak_allocated)
+        assert peaks[-1] == pytest.approx(expected.worst_moment(range(7), in_layer=in_layer)[0], rel=3e-3)
+    assert peaks[1] > peaks[0]
+
+
 def test_a_replay_in_autocast_has_the_copies_of_weights() -> None:
     recording = recorded("llama", precision="autocast")
     kept = {}

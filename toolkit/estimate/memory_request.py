@@ -152,7 +152,8 @@ class MemoryRequest:
         rank_pass = self._rank_pass(_part_of(stage, layout.pp), rank.precision)
         recorded = activations(rank_pass, setup.micro_batch_size, setup.rank_positions)
         in_flight = in_flight_micro_batches(layout.pp, stage, setup.accumulation)
-        peak, fresh, casts = _worst_moment(setup, recorded, rank, layers, in_flight)
+        in_layer = _in_layer(setup, rank)
+        peak, fresh, casts = _worst_moment(setup, recorded, rank, layers, in_flight, in_layer)
         gathered = states.gathered + casts
         away = max(recorded.offloaded(layers)) if layout.offload_activations else 0
         buffers = _pipeline_buffers(setup, self.framework, stage, rank.product_bytes)
@@ -194,6 +195,7 @@ class MemoryRequest:
                 states=states,
                 params=params,
                 buffers=buffers,
+                in_layer=in_layer,
                 workspace=breakdown.workspace + sum(beside.values()),
             ),
         )
@@ -609,7 +611,7 @@ def casts_to_come(params: RankParameters) -> list[int]:
 
 
 def _worst_moment(
-    setup: TrainingSetup, recorded: Activations, rank: RankStates, layers: range, in_flight: int
+    setup: TrainingSetup, recorded: Activations, rank: RankStates, layers: range, in_flight: int, in_layer: int
 ) -> tuple[int, int, int]:
     """Return bytes of activations and fresh gradients at the worst moment, of these gradients, and autocast's copies.
 
@@ -628,7 +630,7 @@ def _worst_moment(
         gradients_kept=[fresh_layer * numel // max(1, params.trained_layer) for numel in params.trained_layers],
         casts_to_come=missing,
         offloaded=offloads,
-        in_layer=_in_layer(setup, rank),
+        in_layer=in_layer,
     )
     if not rank.copies_weights:
         return peak, fresh, 0

@@ -34,7 +34,8 @@ class PassReplay:
     """Passes of micro-batches of b samples of s positions.
 
     `layers`: those of the stage. `casts`: whether autocast finds weights that it must copy, in fp32.
-    `offloads`: whether what layers keep goes to the host.
+    `offloads`: whether what layers keep goes to the host. `in_layer`: bytes in the backward pass of a layer, which the
+    recording lacks.
     """
 
     def __init__(
@@ -47,9 +48,11 @@ class PassReplay:
         *,
         casts: bool = True,
         offloads: bool = False,
+        in_layer: int = 0,
     ) -> None:
         events = recording.events
         self._offloads = offloads
+        self._in_layer = in_layer
         self._allocator = allocator
         kinds = [recording.pattern[index] for index in layers]
         values = tuple(b**i * s**j for i, j in MONOMIALS)
@@ -83,7 +86,11 @@ class PassReplay:
         for layer in reversed(range(len(self._roles))):
             if self._offloads:
                 self._move(live, layer - 1, to_host=False)
-            yield self._run(live, "backward", layer)
+            beside = self._allocator.allocate(self._in_layer) if self._in_layer else None
+            place = self._run(live, "backward", layer)
+            if beside is not None:
+                self._allocator.free(beside)
+            yield place
         yield self._run(live, "embedding_backward")
         for blocks in live.values():
             for block in blocks:
@@ -156,6 +163,8 @@ class TrainingStep:
     states: ModelStates
     params: RankParameters
     buffers: PipelineBuffers
+    in_layer: int
+    """Bytes in the backward pass of a layer, which the recording lacks."""
     workspace: int
     """Bytes that stay allocated beside model states and buffers."""
 
@@ -204,6 +213,7 @@ class TrainingStep:
             allocator,
             casts=not gathers_16_bits,
             offloads=self.setup.layout.offload_activations,
+            in_layer=self.in_layer,
         )
         for _ in range(_STEPS):
             gradients = self._micro_batches(allocator, passes)
