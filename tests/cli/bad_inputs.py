@@ -617,6 +617,7 @@ CONFIGS = [
     Bad("plan --model gpt2 --gpus 8xH100 --seq 512", "Missing option '--global-batch'"),
     Bad("plan --recipe r.yaml --model gpt2 --gpus 8xH100", "the recipe says what is trained"),
     Bad("plan --recipe r.yaml --gpus 8xH100 --precision fp32", "--precision"),
+    Bad("plan --recipe gpt2-pretrain --gpus 8xT4", "T4 has no units for it"),
     Bad("plan --recipe nope.yaml --gpus 8xH100", "nope.yaml"),
     Bad("plan --model gpt2 --gpus 8xH1000 --seq 512 --global-batch 64", "Did you mean"),
     Bad("plan --model gpt2 --gpus H100 --seq 512 --global-batch 64", "64xH100"),

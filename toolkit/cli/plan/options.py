@@ -34,8 +34,7 @@ def request_of(options: Mapping[str, Any]) -> PlanRequest:
         return _request_of_recipe(options, cluster, gpus)
     precision: Format = options["precision"]
     wide: Precision = "bf16" if precision not in ("fp32", "fp16") else precision
-    if cluster.gpu.peak_flops(wide) is None:
-        raise RunError.of("--precision", wide, f"{cluster.gpu.name} has no units for it", "write fp16 or fp32")
+    _check_units("--precision", wide, cluster)
     config = read_config(options["model"])
     if options["framework"] == "toolkit":
         _only_of_other_frameworks(options)
@@ -88,8 +87,15 @@ def _request_of_recipe(options: Mapping[str, Any], cluster: Cluster, gpus: int) 
     changes = {"data.seq_len": options["seq"], "batch.global_batch_size": options["global_batch"]}
     overrides = [f"{field}={value}" for field, value in changes.items() if value is not None]
     recipe = load_recipe(find_recipe(path), overrides)
+    _check_units(f"{path}: precision", recipe.precision, cluster)
     request = request_for(recipe, cluster, gpus)
     return replace(request, schedules=options["schedules"])
+
+
+def _check_units(setting: str, precision: Precision, cluster: Cluster) -> None:
+    """Raise RunError for a GPU that does not compute in the precision."""
+    if cluster.gpu.peak_flops(precision) is None:
+        raise RunError.of(setting, precision, f"{cluster.gpu.name} has no units for it", "write fp16 or fp32")
 
 
 def _only_of_other_frameworks(options: Mapping[str, Any]) -> None:
