@@ -344,9 +344,8 @@ class MemoryRequest:
         # Ids, labels and places in the text, and positions of documents.
         batch_bytes = 8 * (3 + setup.computation.documents)
         stored_bytes = 8 * top_k + 4 * (top_k + 1) if layout.stage_ranks[-1] == pipe else 0
-        tokens = setup.micro_batch_size * setup.rank_positions
-        asked = BATCHES_A_COMMIT * tokens * (batch_bytes + stored_bytes)
-        return rank.states.resident.total + rank.states.gathered + arriving + cast + working + asked
+        kept_for_commit = BATCHES_A_COMMIT * setup.rank_tokens * (batch_bytes + stored_bytes)
+        return rank.states.resident.total + rank.states.gathered + arriving + cast + working + kept_for_commit
 
     def _stage_activations(self, stage: int, rank: RankStates, *, splits: bool) -> tuple[Activations, Activations]:
         """Return the activations of a stage of a schedule, and those with a whole backward pass."""
@@ -377,14 +376,13 @@ class MemoryRequest:
         if stage == layout.stages - 1 and not setup.chunked_loss:
             shape = setup.model.shape
             rows = -(-shape.vocab // layout.tp)
-            tokens = setup.micro_batch_size * setup.rank_positions
-            head_waiting = tokens * (shape.hidden + rows) * rank.itemsize
+            head_waiting = setup.rank_tokens * (shape.hidden + rows) * rank.itemsize
             head_product = rows * shape.hidden * rank.itemsize
         waiting = recorded.left(layers) - whole.left(layers)
         if self.stand_ins:
             # Without a recording, inputs that linear layers share are counted for each.
-            tokens = setup.micro_batch_size * setup.rank_positions
-            waiting = tokens * rank.itemsize * parameters.product_widths(layers, tp=layout.tp) + head_waiting
+            widths = parameters.product_widths(layers, tp=layout.tp)
+            waiting = setup.rank_tokens * rank.itemsize * widths + head_waiting
         product = parameters.largest_matrix(layers, tp=layout.tp) * rank.itemsize
         return StageBytes(
             forward=recorded.peak_with_loss(layers) + beside - shared,
@@ -410,10 +408,9 @@ class MemoryRequest:
         if computation.imbalance > owners > 1:
             reason = f"{owners} ranks share the rows of the experts, and one of them has all of them at {owners}"
             raise LayoutError.of("--imbalance", computation.imbalance, reason, f"choose {owners} or less")
-        tokens = setup.micro_batch_size * positions
         chunks = None
         if setup.chunked_loss:
-            chunks = Chunks.of(tokens, vocabulary=shape.vocab, hidden=shape.hidden, tp=layout.tp)
+            chunks = Chunks.of(setup.rank_tokens, vocabulary=shape.vocab, hidden=shape.hidden, tp=layout.tp)
         rank_pass = RankPass(
             config=narrow(setup.model.config, 8 * layout.tp) if layout.tiled_mlp else setup.model.config,
             layout=Layout(
@@ -429,7 +426,7 @@ class MemoryRequest:
                 # Under Ulysses the mask is no layer's, and the toolkit's own attention has none.
                 documents=computation.documents and layout.ulysses == layout.cp == 1 and not setup.blocks,
                 trainable=without_4bit(computation.trainable),
-                loss_chunk=min(computation.loss_chunk, tokens),
+                loss_chunk=min(computation.loss_chunk, setup.rank_tokens),
                 imbalance=computation.imbalance if shape.experts is not None and owners > 1 else 1.0,
             ),
             precision=precision,
@@ -443,7 +440,7 @@ class MemoryRequest:
 def _teacher_logits(setup: TrainingSetup, rank: RankStates) -> int:
     """Bytes of the logits of a teacher at their worst moment, in fp32 beside those of the product, and of its input."""
     shape = setup.model.shape
-    tokens = setup.micro_batch_size * setup.rank_positions
+    tokens = setup.rank_tokens
     rows = -(-shape.vocab // setup.layout.tp)
     chunk = chunk_tokens(tokens, rows) if setup.chunked_loss else tokens
     # A chunk in fp32 is overwritten; full logits are the model's output, and copied.
@@ -509,35 +506,33 @@ def _pipeline_buffers(
 ) -> PipelineBuffers:
     """Return the buffers of a stage; only DeepSpeed's engine has any of a pipeline."""
     layout = setup.layout
-    tokens = setup.micro_batch_size * setup.rank_positions
     weight_bytes = 0
     if layout.pp > 1 and isinstance(engine, DeepSpeedSettings):
         weight_bytes = engine.model_bytes
     shards = layout.tp if layout.sequence_parallel else 1
     return PipelineBuffers(
-        hidden=tokens * setup.model.shape.hidden * weight_bytes // shards,
+        hidden=setup.rank_tokens * setup.model.shape.hidden * weight_bytes // shards,
         weight_bytes=weight_bytes,
         is_last=layout.stage_ranks[-1] == stage,
         micro_batches=setup.accumulation,
-        exchanged=_exchanged(setup, tokens) * product_bytes if layout.ulysses > 1 else 0,
+        exchanged=_exchanged(setup) * product_bytes if layout.ulysses > 1 else 0,
     )
 
 
 def _in_layer(setup: TrainingSetup, rank: RankStates) -> int:
     """Bytes in the backward pass of a layer that its recording lacks: of attention, or of a tile of the MLP."""
     layout = setup.layout
-    tokens = setup.micro_batch_size * setup.rank_positions
     of_attention = 0
     of_tile = 0
     if layout.cp > 1 or setup.blocks:
-        of_attention = _keys_and_values(setup, tokens, rank.product_bytes)
+        of_attention = _keys_and_values(setup, rank.product_bytes)
     if layout.tiled_mlp:
-        of_tile = tile_bytes(setup.model.shape, tokens, rank.itemsize, tp=layout.tp)
+        of_tile = tile_bytes(setup.model.shape, setup.rank_tokens, rank.itemsize, tp=layout.tp)
     return max(of_attention, of_tile)
 
 
-def _keys_and_values(setup: TrainingSetup, tokens: int, itemsize: int) -> int:
-    """Bytes of keys and values in the backward pass of a layer's attention, `tokens` being those of a rank.
+def _keys_and_values(setup: TrainingSetup, itemsize: int) -> int:
+    """Bytes of keys and values in the backward pass of a layer's attention on a rank.
 
     On one rank: their gradients in fp32. Gathered: those of whole sequences, and their gradients in fp32. In a ring:
     those at hand and those that arrive, their gradients, of the rank's own as well, in fp32, and the gradients that are
@@ -546,6 +541,7 @@ def _keys_and_values(setup: TrainingSetup, tokens: int, itemsize: int) -> int:
     """
     shape = setup.model.shape
     layout = setup.layout
+    tokens = setup.rank_tokens
     whole = tokens * layout.cp
     width = 2 * key_value_width(shape, layout.cp_ulysses * layout.tp)
     if layout.cp == 1:
@@ -571,13 +567,13 @@ def _outputs_of_heads(setup: TrainingSetup, layers: Sequence[int], itemsize: int
 def _outputs_of_layer(setup: TrainingSetup, itemsize: int) -> int:
     """Bytes of the outputs of a layer's attention on a rank."""
     shape = setup.model.shape
-    tokens = setup.micro_batch_size * setup.rank_positions
-    return tokens * shape.heads * shape.head_dim * itemsize // setup.layout.tp
+    return setup.rank_tokens * shape.heads * shape.head_dim * itemsize // setup.layout.tp
 
 
-def _exchanged(setup: TrainingSetup, tokens: int) -> int:
+def _exchanged(setup: TrainingSetup) -> int:
     """Numbers that a rank of Ulysses keeps of a micro-batch beside its recording."""
     shape = setup.model.shape
+    tokens = setup.rank_tokens
     recompute = setup.layout.recompute
     # Of layers whose backward pass has not run: all that are not recomputed, or the one that is.
     outputs = max(1, sum(not recomputes(recompute, layer) for layer in range(shape.layers)))

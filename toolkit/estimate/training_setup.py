@@ -85,6 +85,11 @@ class TrainingSetup:
         return self.seq_len // (self.layout.ulysses * self.layout.cp)
 
     @property
+    def rank_tokens(self) -> int:
+        """Tokens of a micro-batch on one rank."""
+        return self.micro_batch_size * self.rank_positions
+
+    @property
     def expert_owners(self) -> int:
         """Ranks that have different experts, and so share the rows that are routed to all of them."""
         return self.layout.ep * (1 if self.layout.experts == "inner" else self.layout.tp)
