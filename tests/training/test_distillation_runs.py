@@ -1,4 +1,4 @@
-"""Runs with a teacher: what they print and write, and that its tokens are computed once."""
+"""Runs with a teacher: what they print and write, that its tokens are computed once, and how they resume."""
 
 import json
 import random
@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interrupted_runs import timeless
 from plain_fine_tuning import save_base
 from small_chats import write_tokenizer
 from small_preferences import words, write_rows
 
 Train = Callable[..., str]
+LARGEST_DIFFERENCE = 1e-6
 ASKED = "teacher's top 16 tokens"
 
 
@@ -53,3 +55,45 @@ def test_a_second_run_reads_what_the_teacher_says_in_another_layout(train: Train
     parts = first[0]["objective"]
     assert first[0]["loss"] == pytest.approx(0.5 * parts["token_loss"] + 0.5 * parts["divergence"], rel=1e-6)
     assert [step["loss"] for step in second] == pytest.approx([step["loss"] for step in first], rel=1e-6)
+
+
+ADAPTERS = {"r": 4, "targets": ["all-linear"]}
+SEQUENCE_PARALLEL = {"tp": 2, "sequence_parallel": True, "zero_stage": 1}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "more"),
+    [
+        ({"tp": 2}, {"zero_stage": 2}, {}),
+        *(
+            pytest.param(*row, marks=pytest.mark.whole)
+            for row in (
+                ({"zero_stage": 3}, {"pp": 2}, {}),
+                ({"ulysses": 2, "zero_stage": 1}, SEQUENCE_PARALLEL, {"train__distill": {"divergence": "reverse"}}),
+                ({"pp": 2, "zero_stage": 1}, {"cp": 2, "zero_stage": 1}, {"optimizer": {"name": "muon", "lr": 3e-4}}),
+                ({"tp": 2, "zero_stage": 1}, {"zero_stage": 3}, {"model": {"lora": ADAPTERS}}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_a_run_resumes_in_another_layout_with_the_same_curve(
+    train: Train, tmp_path: Path, before: dict[str, Any], after: dict[str, Any], more: dict[str, Any]
+) -> None:
+    fields = changes(tmp_path)
+    for section, changed in more.items():
+        fields[section] = {**fields[section], **changed}
+    fields["train__steps"] = 6
+    train("run_dir=run", "checkpoint.every=3", **fields, parallel=before)
+    shown = train("run_dir=on", "--resume", "run/step-00000003", **fields, parallel=after)
+    assert f"{ASKED}: 100%" not in shown
+    resumed = timeless(tmp_path / "on")
+    whole = timeless(tmp_path / "run")[3:]
+    assert [step["step"] for step in resumed] == [4, 5, 6]
+    assert [step["batch"] for step in resumed] == [step["batch"] for step in whole]
+    for name in ("loss", "grad_norm"):
+        values = [step[name] for step in whole]
+        assert [step[name] for step in resumed] == pytest.approx(values, rel=LARGEST_DIFFERENCE), name
+    for name in ("token_loss", "divergence"):
+        values = [step["objective"][name] for step in whole]
+        assert [step["objective"][name] for step in resumed] == pytest.approx(values, rel=LARGEST_DIFFERENCE), name
