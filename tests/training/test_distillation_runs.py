@@ -12,6 +12,8 @@ from plain_fine_tuning import save_base
 from small_chats import write_tokenizer
 from small_preferences import words, write_rows
 
+from toolkit.errors import ToolkitError
+
 Train = Callable[..., str]
 LARGEST_DIFFERENCE = 1e-6
 ASKED = "teacher's top 16 tokens"
@@ -97,3 +99,23 @@ def test_a_run_resumes_in_another_layout_with_the_same_curve(
     for name in ("token_loss", "divergence"):
         values = [step["objective"][name] for step in whole]
         assert [step["objective"][name] for step in resumed] == pytest.approx(values, rel=LARGEST_DIFFERENCE), name
+
+
+@pytest.mark.parametrize("damage", ["no weights", "3 heads"])
+def test_a_teacher_that_cannot_be_built_is_refused_by_its_own_field(train: Train, tmp_path: Path, damage: str) -> None:
+    fields = changes(tmp_path)
+    teacher = tmp_path / "teacher"
+    if damage == "no weights":
+        (teacher / "model.safetensors").unlink()
+        says = (
+            f"train.distill.teacher={teacher}: no safetensors weights could be read. Give a directory with weights, or "
+        )
+        says += "set train.distill=null."
+    else:
+        config = json.loads((teacher / "config.json").read_text())
+        (teacher / "config.json").write_text(json.dumps(config | {"num_attention_heads": 3, "num_key_value_heads": 3}))
+        says = f"parallel.tp=2 with train.distill.teacher={teacher}: 3 attention heads cannot be shared equally by 2 "
+        says += "ranks. Set parallel.tp=1, or train.distill=null."
+    with pytest.raises(ToolkitError) as refused:
+        train("run_dir=run", **fields, parallel={"tp": 2})
+    assert refused.value.problems == [says]

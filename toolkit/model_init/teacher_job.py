@@ -1,6 +1,8 @@
 """The job of a distillation's teacher: its model in the layout of the run, with next to nothing that trains."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -10,10 +12,13 @@ from toolkit.config.job import Job
 from toolkit.config.objective_section import ObjectiveSection
 from toolkit.config.recipe import ModelSection, OptimizerSection
 from toolkit.config.router_rules import expert_count
+from toolkit.errors import Refusal, Setting, ToolkitError
 from toolkit.model_init.build_model import load_config
 
 _ROUTING = ("router_aux_loss", "router_z_loss", "router_bias_update", "expert_capacity_factor")
 """Fields of `model` that only training reads, and that a teacher without experts may not have."""
+_MODEL = "model."
+_TEACHER = "train.distill.teacher"
 
 
 def teacher_job(job: Job, *, name: str | None = None, init: Literal["pretrained", "random"] = "pretrained") -> Job:
@@ -34,7 +39,8 @@ def teacher_job(job: Job, *, name: str | None = None, init: Literal["pretrained"
         "load_in_4bit": False,
         **{name: ModelSection.model_fields[name].default for name in _ROUTING},
     }
-    has_experts = expert_count(load_config(recipe.model.model_copy(update=model)).to_dict()) > 0
+    with refused_as_teacher(section.teacher):
+        has_experts = expert_count(load_config(recipe.model.model_copy(update=model)).to_dict()) > 0
     layout = job.layout.for_teacher(has_experts=has_experts)
     changed = recipe.changed(
         {
@@ -56,3 +62,31 @@ def with_vectors_alone(job: Job, config: Any) -> Job:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     vectors = tuple(name for name, parameter in model.named_parameters() if parameter.ndim == 1)
     return replace(job, recipe=job.recipe.changed({"model": {"train_only": vectors}}))
+
+
+@contextmanager
+def refused_as_teacher(teacher: str) -> Iterator[None]:
+    """Let what is refused while the teacher is built name the teacher, and not the fields of the student's model."""
+    try:
+        yield
+    except ToolkitError as error:
+        if not error.refusals:
+            raise
+        raise type(error)([_of_teacher(refusal, teacher) for refusal in error.refusals]) from error
+
+
+def _of_teacher(refusal: Refusal, teacher: str) -> Refusal:
+    """Return a refusal of the teacher's job in the fields that the recipe has."""
+    others = tuple(setting for setting in refusal.settings if not _is_of_model(setting))
+    advice = tuple(remedy for remedy in refusal.remedy if not _is_of_model(remedy))
+    return replace(
+        refusal,
+        field=_TEACHER if refusal.field.startswith(_MODEL) else refusal.field,
+        settings=(*others, (_TEACHER, teacher)),
+        remedy=(*advice, ("train.distill", None)),
+    )
+
+
+def _is_of_model(setting: Setting | str) -> bool:
+    """Whether a setting, or words about one, are of the section of the model that trains."""
+    return _MODEL in setting if isinstance(setting, str) else setting[0].startswith(_MODEL)

@@ -26,13 +26,12 @@ from toolkit.data.samples.teacher_table import TeacherTable
 from toolkit.data.tokens.corpora import Corpora, OpenText
 from toolkit.engines.base import Engine
 from toolkit.errors import RunError
-from toolkit.model_init.teacher_job import teacher_job, with_vectors_alone
+from toolkit.model_init.teacher_job import refused_as_teacher, teacher_job, with_vectors_alone
 from toolkit.parallel.distilled_loss import TopTokens
 from toolkit.training.preflight import check_model, check_vocabulary, deepspeed_config, find_shape
 from toolkit.training.reference_model import weights_identity
 
 _VERSION = 1
-_TEACHER = "train.distill.teacher"
 _CACHE = "data.cache_dir"
 
 
@@ -74,7 +73,8 @@ def teach(
             table.create()
         _check_shared(table, device)
         asked = teacher_job(job)
-        engine = _build(asked, device, corpora, create)
+        with refused_as_teacher(section.teacher):
+            engine = _build(asked, device, corpora, create)
         _compute(engine, asked, loader, ordered, table, int(done), vocabulary, say)
         _free(engine)
     _check_shared(table, device)
