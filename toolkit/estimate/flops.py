@@ -74,5 +74,5 @@ def has_these_flops(shape: ModelShape, model: ModelParameters, seq_len: int) -> 
     """Whether the formula for a shape counts what was counted while the model's own code ran, within 2 %."""
     layers = [model.flops[1 + kind] for kind in model.pattern]
     parts = (model.flops[0], model.flops[-1], *layers)
-    counted = sum(constant + slope * seq_len for constant, slope in (part.flops for part in parts))
+    counted = sum(part.flops_at(seq_len) for part in parts)
     return abs(train_flops_per_token(shape, seq_len) / (3 * counted) - 1) < 0.02

@@ -62,8 +62,7 @@ class MemoryRequest:
     @property
     def bounds(self) -> tuple[int, ...]:
         """The stage bounds that training chooses: stage k has layers [bounds[k], bounds[k + 1])."""
-        adapters_alone = self.setup.computation.trainable.startswith("lora:")
-        return bounds_of(self.setup, adapters_alone=adapters_alone, flops_per_byte=self.flops_per_byte)
+        return bounds_of(self.setup, flops_per_byte=self.flops_per_byte)
 
     def stages(self) -> tuple[MemoryBreakdown, ...]:
         """Estimate every pipeline stage, or every rank of a pipeline whose ranks have several.

@@ -118,14 +118,25 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PartFlops:
-    """FLOPs of the forward pass of a part of a model, for a token in a sample of s positions.
+    """FLOPs of the forward pass of a part of a model for one token, which depend on the positions s of its sample.
 
-    Each pair is (constant, times s).
+    A pair (constant, slope) stands for constant + slope * s: attention's products grow with the positions.
     """
 
     flops: tuple[float, float]
+    """All FLOPs, as (constant, slope)."""
     with_weights: tuple[float, float]
-    """FLOPs in products of activations with weights, as (constant, times s)."""
+    """FLOPs in products of activations with weights, as (constant, slope)."""
+
+    def flops_at(self, positions: int) -> float:
+        """Return all FLOPs of a token in a sample of so many positions."""
+        constant, slope = self.flops
+        return constant + slope * positions
+
+    def flops_with_weights_at(self, positions: int) -> float:
+        """Return the FLOPs of a token in products of activations with weights, in a sample of so many positions."""
+        constant, slope = self.with_weights
+        return constant + slope * positions
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

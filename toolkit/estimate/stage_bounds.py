@@ -38,10 +38,8 @@ def balanced_bounds(
     return balance_schedule(costs, schedule, head_alone=head_alone)
 
 
-def bounds_of(
-    setup: TrainingSetup, *, adapters_alone: bool, flops_per_byte: float = GPU_FLOPS_PER_BYTE
-) -> tuple[int, ...]:
-    """Return the bounds of a setup's stages. With `adapters_alone`, where only adapters train, each has a layer."""
+def bounds_of(setup: TrainingSetup, *, flops_per_byte: float = GPU_FLOPS_PER_BYTE) -> tuple[int, ...]:
+    """Return the bounds of a setup's stages. Where adapters alone train, each stage has a layer."""
     layout = setup.layout
     return balanced_bounds(
         setup.model.parameters,
@@ -49,29 +47,35 @@ def bounds_of(
         micro_batch_size=setup.micro_batch_size,
         seq_len=setup.seq_len,
         recompute=layout.recompute,
-        head_alone=not adapters_alone,
+        head_alone=not setup.trains_adapters,
         flops_per_byte=flops_per_byte,
         schedule=layout.table(setup.accumulation) if layout.schedule else None,
     )
 
 
 def _costs(model: ModelParameters, tokens: int, seq_len: int, recompute: Recompute, flops_per_byte: float) -> Costs:
-    """FLOPs a token, as `toolkit.parallel.pipeline.balance.count_costs` counts them, from the recorded counts."""
-    traffic = flops_per_byte * _GRADIENT_BYTES / tokens
-    counted = [
-        tuple(constant + slope * seq_len for constant, slope in (part.flops, part.with_weights)) for part in model.flops
-    ]
-    (before, _), *kinds, (after, _) = counted
+    """Count the FLOPs of a token as `toolkit.parallel.pipeline.balance.count_costs` does, from the recorded counts.
 
-    def layer(index: int) -> float:
+    The backward pass of a part costs twice its forward pass. Memory traffic counts as the FLOPs of the time it takes.
+    """
+    front = model.flops[0]
+    kinds = model.flops[1:-1]
+    back = model.flops[-1]
+    traffic_per_parameter = flops_per_byte * _GRADIENT_BYTES / tokens
+
+    def cost_of_layer(index: int) -> float:
         kind = model.pattern[index]
-        flops, weighted = kinds[kind]
-        numel = model.layer_numels[kind]
-        return 3 * flops + recompute_cost(recompute, index, flops, weighted) + traffic * numel
+        flops = kinds[kind].flops_at(seq_len)
+        flops_with_weights = kinds[kind].flops_with_weights_at(seq_len)
+        recomputed = recompute_cost(recompute, index, flops, flops_with_weights)
+        return 3 * flops + recomputed + traffic_per_parameter * model.layer_numels[kind]
 
-    loss = flops_per_byte * _LOSS_BYTES * next(parameter.shape[0] for parameter in model.outside if parameter.is_head)
+    front_numel = sum(parameter.numel for parameter in model.outside if parameter.first)
+    back_numel = sum(parameter.numel for parameter in model.outside if parameter.last)
+    vocabulary = next(parameter.shape[0] for parameter in model.outside if parameter.is_head)
+    loss = flops_per_byte * _LOSS_BYTES * vocabulary
     return Costs(
-        before=3 * before + traffic * sum(parameter.numel for parameter in model.outside if parameter.first),
-        layers=tuple(map(layer, range(len(model.pattern)))),
-        after=3 * after + traffic * sum(parameter.numel for parameter in model.outside if parameter.last) + loss,
+        before=3 * front.flops_at(seq_len) + traffic_per_parameter * front_numel,
+        layers=tuple(cost_of_layer(index) for index in model.layers),
+        after=3 * back.flops_at(seq_len) + traffic_per_parameter * back_numel + loss,
     )

@@ -69,6 +69,11 @@ class TrainingSetup:
         )
 
     @property
+    def trains_adapters(self) -> bool:
+        """Whether LoRA's adapters are all that trains."""
+        return self.computation.trainable.startswith("lora:")
+
+    @property
     def global_batch_size(self) -> int:
         """Samples of one step on all replicas."""
         return self.micro_batch_size * self.accumulation * self.layout.dp

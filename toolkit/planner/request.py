@@ -234,11 +234,7 @@ class PlanRequest:
         trained = self.trained
         bounds: tuple[int, ...] = ()
         if layout.pp > 1 and execution.framework == "toolkit":
-            bounds = bounds_of(
-                setup,
-                adapters_alone=trained is not None and bool(trained.adapters),
-                flops_per_byte=self.flops_per_byte,
-            )
+            bounds = bounds_of(setup, flops_per_byte=self.flops_per_byte)
         if trained is not None and layout.recompute in RECOMPUTE_PERIODS:
             trained = trained.recomputed
         if execution.framework == "toolkit" and execution.attention != self.kernel:
