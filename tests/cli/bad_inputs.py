@@ -75,6 +75,72 @@ BAD_PROMPTS = (
     ('{"prompt": "a", "completion": null}', "there is no completion"),
     ('{"prompt": [{"role": "user", "content": "a"}], "completion": "a"}', "prompt is a list"),
 )
+BAD_PAIRS = (
+    ('{"prompt": "a", "rejected": "b"}', "a.jsonl:1: there is no chosen"),
+    ('{"prompt": "a", "chosen": "b"}', "a.jsonl:1: there is no rejected"),
+    ('{"prompt": "a", "chosen": "b", "rejected": null}', "there is no rejected"),
+    ('{"prompt": "a", "chosen": 3, "rejected": "b"}', "chosen is an int"),
+    ('{"prompt": "a", "chosen": [], "rejected": []}', "chosen is empty"),
+    ('{"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c"}]}', "not both texts"),
+    ('{"prompt": "a", "chosen": " ", "rejected": "b"}', "chosen is empty: it has no answer"),
+    ('{"prompt": "a", "chosen": "b", "rejected": ""}', "rejected is empty: it has no answer"),
+    ('{"chosen": "b", "rejected": "c"}', "there is no prompt for chosen and rejected"),
+    ('{"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"}', "prompt and completion are not"),
+    ('{"input": "a", "question": "b", "chosen": "c", "rejected": "d"}', "the prompt may be input or question"),
+    ('{"prompt": "a", "chosen": ["b"], "rejected": ["c"]}', "chosen[0] is a str"),
+    ('{"prompt": "a", "chosen": "b\\ud800", "rejected": "c"}', "half a surrogate pair"),
+    ('["a", "b"]', "a JSON list"),
+)
+"""Lines of a file of pairs, and what is said of them."""
+BAD_LABELS = (
+    ('{"prompt": "a", "label": true}', "a.jsonl:1: there is no completion"),
+    ('{"completion": "a", "label": true}', "a.jsonl:1: there is no prompt"),
+    ('{"prompt": "a", "completion": "b"}', "a.jsonl:1: there is no label"),
+    ('{"prompt": "a", "completion": "b", "label": "good"}', "label is 'good'"),
+    ('{"prompt": "a", "completion": "b", "label": 2}', "label is 2"),
+    ('{"prompt": "a", "completion": " ", "label": false}', "completion is empty"),
+)
+"""Lines of a file of completions with labels, and what is said of them."""
+BAD_OBJECTIVES = (
+    ("name=dop", "Did you mean dpo?"),
+    ("name=kto", "its rows are pairs without a label"),
+    ("name=dpo data.format=unpaired", "its rows have one completion and a label"),
+    ("name=dpo data.format=chat", "its rows have nothing to compare"),
+    ("name=dpo train.objective.beta=0", "train.objective.beta: 0 is out of range"),
+    ("name=dpo train.objective.beta=nan", 'train.objective.beta: "nan" is a string'),
+    ("name=dpo train.objective.label_smoothing=0.5", "train.objective.label_smoothing: 0.5 is out of range"),
+    ("name=ipo train.objective.label_smoothing=0.1", "label_smoothing has no effect"),
+    ("name=dpo train.objective.gamma=1.0", "gamma has no effect"),
+    ("name=orpo train.objective.reference=online", "reference has no effect"),
+    ("name=kto data.format=unpaired train.objective.reference=none", "its rewards are log-ratios to a reference"),
+    ("name=kto data.format=unpaired train.eval_every=1", "its loss depends on a mean over the global batch"),
+    ("name=kto data.format=unpaired train.objective.desirable_weight=-1", "desirable_weight: -1 is out of range"),
+    ("name=dpo train.objective.reference=./gone", "reference=./gone: there is no such directory"),
+    ("name=dpo train.objective.reference=onlin", "Did you mean online?"),
+    ("name=dpo train.objective.reference=./folder", "it has no config.json"),
+    ("name=dpo train.objective.reference=s3://bucket/model", "models are read from directories"),
+    ("name=dpo train.objective.refrence=online", "Did you mean reference?"),
+    ("name=dpo data.overlong=split", "a pair is compared as a whole"),
+    ("name=dpo 'data.sources=[{path: a.jsonl, weight: 1}]' data.source=null", "a mixture of preference data"),
+)
+"""Fields of an objective, and what is said of them."""
+BAD_DISTILLATIONS = (
+    ("teacher=./gone", "train.distill.teacher=./gone: there is no such directory"),
+    ("teacher=./folder", "it has no config.json"),
+    ("teacher=text.txt", "there is no such directory"),
+    ("teacher=https://host/model", "models are read from directories"),
+    ("teacher=./hf train.distill.top_k=0", "train.distill.top_k: 0 is out of range"),
+    ("teacher=./hf train.distill.top_k=258", "the model has a vocabulary of 257"),
+    ("teacher=./hf train.distill.temperature=0", "train.distill.temperature: 0 is out of range"),
+    ("teacher=./hf train.distill.weight=1.5", "train.distill.weight: 1.5 is out of range"),
+    ("teacher=./hf train.distill.divergence=revers", "Did you mean reverse?"),
+    ("top_k=4", "train.distill.teacher"),
+    (
+        "teacher=./hf data.source=a.jsonl data.tokenizer=./hf data.format=preference train.objective.name=dpo",
+        "not which of two is better",
+    ),
+)
+"""Fields of a distillation, and what is said of them."""
 
 
 def text_parquet() -> bytes:
@@ -154,6 +220,11 @@ TRUSTED = {
 PRETRAINED = (
     "train.py --config r.yaml model.init=pretrained model.name_or_path=./hf model.overrides={} data.tokenizer=./hf"
 )
+PAIRS = "data r.yaml data.source=a.jsonl data.format=preference train.objective.name=dpo data.tokenizer=./hf"
+LABELS = "data r.yaml data.source=a.jsonl data.format=unpaired train.objective.name=kto data.tokenizer=./hf"
+ASK_TEACHER = "train.py --config r.yaml data.tokenizer=./hf train.distill.top_k=4 train.distill.teacher=./hf"
+OTHER_REFERENCE = "train.py --config r.yaml data.source=a.jsonl data.format=preference train.objective.name=dpo data.tokenizer=./hf data.eval_fraction=0 train.objective.reference=./hf"
+PAIR = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
 PICKLE = b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x0etouch executed\x85R."
 
 # fmt: off
@@ -560,6 +631,25 @@ SAMPLE = [
     Bad("sample hf", "transformers cannot load it", {"hf/tokenizer.json": "{"}),
     Bad(f"sample {LONG}", "File name too long"),
 ]
+PREFERENCES = [
+    *(Bad(f"{PAIRS} --show {number}", says, {"a.jsonl": row + "\n"}) for number, (row, says) in enumerate(BAD_PAIRS)),
+    *(Bad(f"{LABELS} --show {number}", says, {"a.jsonl": row + "\n"}) for number, (row, says) in enumerate(BAD_LABELS)),
+    *(Bad(f"validate r.yaml data.source=a.jsonl data.tokenizer=./hf data.format=preference train.objective.{changes}", says, {"folder": FOLDER}) for changes, says in BAD_OBJECTIVES),
+    Bad(f"{PAIRS} data.source=text.txt", "this format needs rows with fields"),
+    Bad(PAIRS, "the tokenizer has no chat template", {"a.jsonl": '{"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}]}'}),
+    Bad(OTHER_REFERENCE, "train.objective.reference=./hf: no safetensors weights could be read", {"a.jsonl": 8 * PAIR, "hf/model.safetensors": GONE}),
+    Bad(OTHER_REFERENCE, "train.objective.reference=./hf: it has no transformer.wte.weight", {"a.jsonl": 8 * PAIR, "hf/model.safetensors": header()}),
+]
+DISTILLATIONS = [
+    *(Bad(f"validate r.yaml train.distill.{changes}", says, {"folder": FOLDER}) for changes, says in BAD_DISTILLATIONS),
+    Bad(ASK_TEACHER, "train.distill.teacher=./hf: no safetensors weights could be read", {"hf/model.safetensors": GONE}),
+    Bad(ASK_TEACHER, "train.distill.teacher=./hf: transformer.wte.weight has values that are not finite", {"hf/model.safetensors": weight("transformer.wte.weight", float("nan"))}),
+    Bad(ASK_TEACHER, "train.distill.teacher=./hf: it has no weights for", {"hf/model.safetensors": header()}),
+    Bad(ASK_TEACHER, "with train.distill.teacher=./hf: the model has 16 positions. Set data.seq_len", {"hf/config.json": fields(n_positions=16)}),
+    Bad(ASK_TEACHER, "with train.distill.teacher=./hf: its ids go up to 256", {"hf/config.json": fields(vocab_size=64)}),
+    Bad(ASK_TEACHER, "train.distill.teacher=./hf: transformer.wte.weight is stored as [257, 8]", {"hf/config.json": fields(n_embd=16)}),
+    Bad(ASK_TEACHER, "train.distill.teacher=./hf: its own code or config fails", {"hf/config.json": fields(model_type="nothing")}),
+]
 CHECKPOINTS = [
     Bad("checkpoint lst", "Did you mean list?"),
     Bad("checkpoint list", "Missing argument"),
@@ -820,5 +910,5 @@ REPORTS = [
 # fmt: on
 BAD_INPUTS = [
     *(*RECIPES, *OVERRIDES, *CONTRADICTIONS, *MODEL_OVERRIDES, *MODELS, *WEIGHTS, *TEXTS, *TRAIN, *SAMPLE),
-    *(*CHECKPOINTS, *CONFIGS, *REPORTS),
+    *(*CHECKPOINTS, *CONFIGS, *REPORTS, *PREFERENCES, *DISTILLATIONS),
 ]
