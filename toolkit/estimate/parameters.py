@@ -44,6 +44,7 @@ class Parameter:
 
     @property
     def numel(self) -> int:
+        """Elements of the whole parameter."""
         return prod(self.shape)
 
     @property
@@ -62,6 +63,11 @@ class Parameter:
         return "experts" in self.name.split(".")[-2:-1] and len(self.shape) > 1
 
     @property
+    def is_output_bias(self) -> bool:
+        """Whether it is the bias of the output of an MLP or of experts."""
+        return self.name.endswith("down_proj_bias")
+
+    @property
     def is_linear(self) -> bool:
         """Whether it is the matrix of a linear layer or of the embedding, not all experts' matrices or biases."""
         return len(self.shape) == 2 and not self.is_experts
@@ -78,7 +84,7 @@ class Parameter:
         every expert's intermediate dimension, which the bias of its output does not have.
         """
         if self.is_experts:
-            is_whole = inner and self.name.endswith("down_proj_bias")
+            is_whole = inner and self.is_output_bias
             return (self.numel if is_whole else self.numel // (tp * ep),)
         if tp == 1 or self.dim is None:
             return (self.numel,)
@@ -98,6 +104,10 @@ class Parameter:
                 parts.append(local)
             kind = shared
         return tuple(parts)
+
+    def product_width(self, tp: int) -> int:
+        """Return the input and output features of a linear layer with this matrix, on one of `tp` ranks."""
+        return sum(size // tp if dim == self.dim else size for dim, size in enumerate(self.shape))
 
     def encoded(self) -> dict[str, Any]:
         """Return the fields as JSON has them, without those that have their default."""
@@ -209,22 +219,17 @@ class ModelParameters:
         those of them that tensor-parallel ranks have copies of are. Experts that replicas share out have groups of
         their own.
         """
-        shards = (tp, ep, inner)
-        kinds: tuple[_GroupKind, ...]
-        if by_matrix:
-            copies = (False, True) if by_copies and tp > 1 else (None,)
-            kinds = (
-                *(_GroupKind(decays=True, is_hidden=True, is_copied=is_copied) for is_copied in copies),
-                _GroupKind(decays=True, is_hidden=False),
-                _GroupKind(decays=False, is_hidden=False),
-            )
-        elif by_decay:
-            kinds = (_GroupKind(decays=True), _GroupKind(decays=False))
-        else:
-            kinds = (_GroupKind(),)
+        group_kinds = _group_kinds(by_decay=by_decay, by_matrix=by_matrix, by_copies=by_copies and tp > 1)
         if ep > 1:
-            kinds = tuple(replace(kind, is_experts=is_experts) for kind in kinds for is_experts in (False, True))
-        return _rank_parameters(self, self.layers if layers is None else layers, first, last, shards, kinds)
+            group_kinds = [replace(kind, is_experts=is_experts) for kind in group_kinds for is_experts in (False, True)]
+        return _rank_parameters(
+            self,
+            self.layers if layers is None else layers,
+            first=first,
+            last=last,
+            sharding=_Sharding(tp=tp, ep=ep, inner=inner),
+            group_kinds=tuple(group_kinds),
+        )
 
     def largest_matrix(self, layers: Iterable[int], *, tp: int) -> int:
         """Return the elements of the largest matrix of a linear layer of these decoder layers, on one rank."""
@@ -234,16 +239,10 @@ class ModelParameters:
 
     def product_widths(self, layers: Iterable[int], *, tp: int) -> int:
         """Return the features of the inputs and outputs of all linear layers of these decoder layers, on one rank."""
-        widths = [
-            sum(
-                size // tp if dim == parameter.dim else size
-                for parameter in kind
-                if parameter.is_linear
-                for dim, size in enumerate(parameter.shape)
-            )
-            for kind in self.kinds
+        widths_of_kind = [
+            sum(parameter.product_width(tp) for parameter in kind if parameter.is_linear) for kind in self.kinds
         ]
-        return sum(widths[self.pattern[index]] for index in layers)
+        return sum(widths_of_kind[self.pattern[index]] for index in layers)
 
     def encoded(self) -> dict[str, Any]:
         """Return the fields as JSON has them."""
@@ -302,88 +301,165 @@ class _GroupKind:
         )
 
 
-@lru_cache(maxsize=4096)
-def _rank_parameters(
-    model: ModelParameters,
-    layers: Sequence[int],
-    first: bool,
-    last: bool,
-    shards: tuple[int, int, bool],
-    group_kinds: tuple[_GroupKind, ...],
-) -> RankParameters:
-    """Return a rank's part of a model, whose optimizer has groups of these kinds."""
-    tp, ep, inner = shards
+def _group_kinds(*, by_decay: bool, by_matrix: bool, by_copies: bool) -> list[_GroupKind]:
+    """Return the kinds of an optimizer's groups, in its order. The arguments are as of `rank_parameters`."""
+    if by_matrix:
+        matrices = _GroupKind(decays=True, is_hidden=True)
+        if by_copies:
+            apart = [replace(matrices, is_copied=False), replace(matrices, is_copied=True)]
+        else:
+            apart = [matrices]
+        return [*apart, _GroupKind(decays=True, is_hidden=False), _GroupKind(decays=False, is_hidden=False)]
+    if by_decay:
+        return [_GroupKind(decays=True), _GroupKind(decays=False)]
+    return [_GroupKind()]
 
-    def numels(parameters: Iterable[Parameter], wanted: Callable[[Parameter], bool]) -> tuple[int, ...]:
-        return tuple(
-            n for parameter in parameters if wanted(parameter) for n in parameter.local_numels(tp, ep, inner=inner)
-        )
 
-    def is_here(parameter: Parameter) -> bool:
-        return parameter.is_here(first=first, last=last)
+@dataclass(frozen=True, kw_only=True)
+class _Sharding:
+    """How layers are split: over tensor-parallel ranks, and experts over those that share them out."""
 
-    kinds = [model.pattern[index] for index in layers]
-    runs = [(kind, len(list(same))) for kind, same in groupby(kinds)]
-    ends = (
-        tuple(parameter for parameter in model.front if is_here(parameter)),
-        tuple(parameter for parameter in model.back if is_here(parameter)),
-    )
+    tp: int
+    ep: int
+    inner: bool
+    """Whether tensor parallelism shards the intermediate dimension of every expert."""
 
-    def group_of(kind: _GroupKind) -> ParameterGroup:
-        first_end, last_end = (numels(end, kind.has_outside) for end in ends)
-        inside = [(numels(model.kinds[of_layer], kind.has_inside), times) for of_layer, times in runs]
+    def numels(self, parameters: Iterable[Parameter]) -> tuple[int, ...]:
+        """Return the elements of a rank's part of each of these parameters."""
+        sizes: list[int] = []
+        for parameter in parameters:
+            sizes += parameter.local_numels(self.tp, self.ep, inner=self.inner)
+        return tuple(sizes)
+
+
+class _StageParameters:
+    """The parameters of one pipeline stage of a model, and a rank's part of them."""
+
+    def __init__(
+        self, model: ModelParameters, layers: Sequence[int], *, first: bool, last: bool, sharding: _Sharding
+    ) -> None:
+        self.model = model
+        self.sharding = sharding
+        self.layer_kinds = [model.pattern[index] for index in layers]
+        """The kind of each decoder layer of the stage."""
+        self.front = [parameter for parameter in model.front if parameter.is_here(first=first, last=last)]
+        self.back = [parameter for parameter in model.back if parameter.is_here(first=first, last=last)]
+        self.is_first = first
+        self.is_last = last
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """All parameters of the stage: those outside the layers first."""
+        layers = [parameter for kind in self.layer_kinds for parameter in self.model.kinds[kind]]
+        return [*self.front, *self.back, *layers]
+
+    def group(self, kind: "_GroupKind") -> ParameterGroup:
+        """Return the optimizer group of one kind, in the order of the model. Layers that are alike are one run."""
+        runs = [(self._outside(self.front, kind), 1)]
+        for layer_kind, alike in groupby(self.layer_kinds):
+            inside = filter(kind.has_inside, self.model.kinds[layer_kind])
+            runs.append((self.sharding.numels(inside), len(list(alike))))
+        runs.append((self._outside(self.back, kind), 1))
         return ParameterGroup(
-            runs=((first_end, 1), *inside, (last_end, 1)),
-            ep=ep if kind.is_experts else 1,
+            runs=tuple(runs),
+            ep=self.sharding.ep if kind.is_experts else 1,
             is_hidden=kind.is_hidden is True,
         )
 
-    frozen = _GroupKind(trains=False)
-    groups = [group_of(kind) for kind in group_kinds]
-    outside = max(sum(sum(numels(end, kind.has_outside)) for end in ends) for kind in (*group_kinds, frozen))
+    def outside_numel(self, kind: "_GroupKind") -> int:
+        """Return the elements outside the layers that are in the group of one kind."""
+        return sum(self._outside(self.front, kind)) + sum(self._outside(self.back, kind))
 
-    def of_kinds(wanted: Callable[[Parameter], bool]) -> tuple[int, ...]:
-        sums = {kind: sum(numels(model.kinds[kind], wanted)) for kind in {*kinds}}
-        return tuple(sums[kind] for kind in kinds)
+    def _outside(self, parameters: Iterable[Parameter], kind: "_GroupKind") -> tuple[int, ...]:
+        return self.sharding.numels(filter(kind.has_outside, parameters))
 
-    trained = of_kinds(lambda parameter: parameter.trainable)
-    first_trained = next((at for at, size in enumerate(trained) if size), len(layers))
-    reached = 0 if any(parameter.trainable for parameter in model.front if is_here(parameter)) else first_trained
-    linear = of_kinds(lambda parameter: parameter.is_linear)
-    matrices = tuple(size if at >= reached else 0 for at, size in enumerate(linear))
-    head = numels(model.outside, lambda parameter: parameter.is_head and parameter.is_linear) if last else ()
-    owners = {owner for parameter in model.outside if not is_here(parameter) for owner in parameter.owners}
-    held = [parameter for parameter in model.outside if is_here(parameter)]
-    held += [parameter for kind in kinds for parameter in model.kinds[kind]]
-    late = model.front if first else ()
-    early = [parameter for parameter in held if parameter.trainable and parameter not in late]
-    zero_biases = 0
-    if inner:
-        zero_biases = sum(
-            of_kinds(lambda parameter: parameter.is_experts and parameter.name.endswith("down_proj_bias"))
-        )
-    return RankParameters(
-        groups=tuple(group for group in groups if group.count),
-        frozen=group_of(frozen),
-        layer_numels=of_kinds(lambda parameter: True),
-        outside=outside,
-        buffer_bytes=model.buffer_bytes + sum(model.layer_buffer_bytes[kind] for kind in kinds),
-        matrices=sum(matrices) + sum(head),
-        layer_matrices=matrices,
-        trained_layers=trained,
-        trained_matrices=of_kinds(lambda parameter: parameter.is_linear and parameter.trainable),
-        hidden_matrices=tuple(
+    def layer_numels(self, is_counted: Callable[[Parameter], bool]) -> tuple[int, ...]:
+        """Return the elements of each decoder layer in the parameters that are counted."""
+        numel_of_kind = {
+            kind: sum(self.sharding.numels(filter(is_counted, self.model.kinds[kind])))
+            for kind in dict.fromkeys(self.layer_kinds)
+        }
+        return tuple(numel_of_kind[kind] for kind in self.layer_kinds)
+
+    def cast_numels(self, trained_layers: Sequence[int]) -> tuple[int, ...]:
+        """Return, for each decoder layer, the elements of linear layers' matrices that autocast casts.
+
+        Layers in front of all that trains have none, because no gradient reaches them.
+        """
+        linear = self.layer_numels(lambda parameter: parameter.is_linear)
+        if any(parameter.trainable for parameter in self.front):
+            return linear
+        first_trained = next((place for place, numel in enumerate(trained_layers) if numel), len(trained_layers))
+        return (0,) * len(linear[:first_trained]) + linear[first_trained:]
+
+    def head_numel(self) -> int:
+        """Return the elements of the LM head's matrix, on the last stage."""
+        if not self.is_last:
+            return 0
+        head = (parameter for parameter in self.model.outside if parameter.is_head and parameter.is_linear)
+        return sum(self.sharding.numels(head))
+
+    def hidden_matrices(self) -> tuple[HiddenMatrices, ...]:
+        """Return the matrices of decoder layers that train, before tensor parallelism."""
+        return tuple(
             HiddenMatrices(
                 numel=prod(parameter.shape[-2:]),
                 side=min(parameter.shape[-2:]),
                 count=prod(parameter.shape[:-2]),
             )
-            for kind in kinds
-            for parameter in model.kinds[kind]
+            for kind in self.layer_kinds
+            for parameter in self.model.kinds[kind]
             if parameter.trainable and is_matrix(parameter.name, parameter.shape)
-        ),
-        factors=sum(parameter.factors for parameter in held if parameter.trainable),
-        largest_early=max(numels(early, lambda parameter: True), default=0),
-        zero_biases=zero_biases,
-        placeholders=len(owners),
+        )
+
+    def largest_early(self) -> int:
+        """Return the elements of the largest parameter whose gradient is complete before the backward pass ends."""
+        late = self.model.front if self.is_first else ()
+        early = [parameter for parameter in self.parameters if parameter.trainable and parameter not in late]
+        return max(self.sharding.numels(early), default=0)
+
+    def zero_bias_numel(self) -> int:
+        """Return the elements of buffers in the place of experts' biases, where ranks' outputs are partial sums."""
+        if not self.sharding.inner:
+            return 0
+        return sum(self.layer_numels(lambda parameter: parameter.is_experts and parameter.is_output_bias))
+
+    def placeholders(self) -> int:
+        """Count the modules outside the layers whose parameters are on another stage."""
+        here = {*self.front, *self.back}
+        elsewhere = [parameter for parameter in self.model.outside if parameter not in here]
+        return len({owner for parameter in elsewhere for owner in parameter.owners})
+
+
+@lru_cache(maxsize=4096)
+def _rank_parameters(
+    model: ModelParameters,
+    layers: Sequence[int],
+    *,
+    first: bool,
+    last: bool,
+    sharding: _Sharding,
+    group_kinds: tuple[_GroupKind, ...],
+) -> RankParameters:
+    """Return a rank's part of a model, whose optimizer has groups of these kinds."""
+    stage = _StageParameters(model, layers, first=first, last=last, sharding=sharding)
+    frozen = _GroupKind(trains=False)
+    groups = [stage.group(kind) for kind in group_kinds]
+    trained_layers = stage.layer_numels(lambda parameter: parameter.trainable)
+    layer_matrices = stage.cast_numels(trained_layers)
+    return RankParameters(
+        groups=tuple(group for group in groups if group.count),
+        frozen=stage.group(frozen),
+        layer_numels=stage.layer_numels(lambda parameter: True),
+        outside=max(stage.outside_numel(kind) for kind in (*group_kinds, frozen)),
+        buffer_bytes=model.buffer_bytes + sum(model.layer_buffer_bytes[kind] for kind in stage.layer_kinds),
+        matrices=sum(layer_matrices) + stage.head_numel(),
+        layer_matrices=layer_matrices,
+        trained_layers=trained_layers,
+        trained_matrices=stage.layer_numels(lambda parameter: parameter.is_linear and parameter.trainable),
+        hidden_matrices=stage.hidden_matrices(),
+        factors=sum(parameter.factors for parameter in stage.parameters if parameter.trainable),
+        largest_early=stage.largest_early(),
+        zero_biases=stage.zero_bias_numel(),
+        placeholders=stage.placeholders(),
     )
