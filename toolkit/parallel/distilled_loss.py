@@ -16,7 +16,7 @@ Dims: n tokens, v vocabulary (rows of this rank), k top tokens of the teacher.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -45,11 +45,14 @@ class TeacherTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Constants of the loss."""
+    """Which divergence from the teacher is minimized, and how much of the loss it is."""
 
     weight: float
+    """α: the share of the divergence in the loss; the token loss has the rest."""
     temperature: float
+    """T, by which the logits of both models are divided."""
     kind: Literal["forward", "reverse"]
+    """Forward: that of the student from the teacher, KL(p‖q); reverse: KL(q‖p)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,61 +81,202 @@ def distilled_losses(
 
     targets [n], of the full vocabulary or IGNORE; teacher [n, k]. Ranks exchange k + 4 numbers for each token.
     """
+    student = _student_of(logits, targets, teacher.ids, divergence.temperature, shard=shard, group=group)
+    events = _events_of(student, teacher, divergence, has_rest=teacher.ids.shape[-1] < shard.size)
+    token_losses = student.normalizer.log() - student.target_logits
+    token_share = 1.0 - divergence.weight
+    divergence_share = divergence.weight * divergence.temperature**2
+    losses = token_share * token_losses + divergence_share * events.divergences
+    has_target = targets != IGNORE
+    grad_logits = None
+    if wants_gradients:
+        grad_logits = _grad_logits(student, events, divergence, has_target)
+    return DistilledLosses(
+        losses=torch.where(has_target, losses, 0.0),
+        token_losses=torch.where(has_target, token_losses, 0.0),
+        divergences=torch.where(has_target, events.divergences, 0.0),
+        grad_logits=grad_logits,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _VocabularyColumns:
+    """Columns of this rank's logits that hold given tokens; column 0 for those that another rank holds."""
+
+    columns: torch.Tensor
+    """int64, in the shape of the tokens."""
+    is_here: torch.Tensor
+    """Whether this rank holds the token, bool."""
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor, shard: VocabularyShard) -> Self:
+        columns, is_here = columns_of(tokens, shard)
+        return cls(columns=columns, is_here=is_here)
+
+    def logits_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits [n, k] of tokens [n, k]; 0 for those of another rank."""
+        return torch.where(self.is_here, logits.gather(-1, self.columns), 0.0)
+
+    def clear(self, values: torch.Tensor) -> None:
+        """Set values [n, v] of tokens [n, k] to exactly 0: the tokens of a position differ."""
+        values.scatter_add_(-1, self.columns, torch.where(self.is_here, -values.gather(-1, self.columns), 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Student:
+    """What the student says. Logits are those less the largest one of their position, on all ranks."""
+
+    exps: torch.Tensor
+    """exp(logit) of this rank's tokens, [n, v]."""
+    tempered_others: torch.Tensor
+    """exp(logit / T) of this rank's tokens, 0 for the teacher's top ones, [n, v]."""
+    normalizer: torch.Tensor
+    """Sum of exp(logit) over all tokens, [n]."""
+    target_logits: torch.Tensor
+    """[n]."""
+    tempered_top: torch.Tensor
+    """logit / T of the teacher's top tokens, [n, k]."""
+    tempered_rest: torch.Tensor
+    """Sum of exp(logit / T) over all other tokens, [n]."""
+    tempered_normalizer: torch.Tensor
+    """Sum of exp(logit / T) over all tokens, [n]."""
+    target: _VocabularyColumns
+    """The column of each target, [n]."""
+    top: _VocabularyColumns
+    """The columns of the teacher's top tokens, [n, k]."""
+
+
+def _student_of(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    top_ids: torch.Tensor,
+    temperature: float,
+    *,
+    shard: VocabularyShard,
+    group: dist.ProcessGroup | None,
+) -> _Student:
+    """Return what logits [n, v] say of targets [n] and of top tokens [n, k]; overwrites the logits."""
     mask_padding(logits, shard)
+    subtract_largest(logits, group)
+    target = _VocabularyColumns.of(targets, shard)
+    top = _VocabularyColumns.of(top_ids, shard)
+    target_logits = logits.gather(-1, target.columns.unsqueeze(-1)).squeeze(-1)  # [n, v] -> [n]
+    target_logits = torch.where(target.is_here, target_logits, 0.0)
+    tempered_top = top.logits_of(logits) / temperature
+    exps = logits.exp()
+    tempered_others = logits.div_(temperature).exp_()
+    top.clear(tempered_others)
+    sums = torch.stack([exps.sum(-1), tempered_others.sum(-1), target_logits], dim=-1)  # [n, 3]
+    of_all_ranks = torch.cat([sums, tempered_top], dim=-1)  # [n, k + 3]
+    if group is not None:
+        dist.all_reduce(of_all_ranks, group=group)
+    normalizer, tempered_rest, target_logits = of_all_ranks[:, :3].unbind(-1)
+    tempered_top = of_all_ranks[:, 3:]
+    return _Student(
+        exps=exps,
+        tempered_others=tempered_others,
+        normalizer=normalizer,
+        target_logits=target_logits,
+        tempered_top=tempered_top,
+        tempered_rest=tempered_rest,
+        tempered_normalizer=tempered_rest + tempered_top.exp().sum(-1),
+        target=target,
+        top=top,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Events:
+    """Both distributions over the events of each position, [n, e]; e = k + 1, or k where there are no other tokens."""
+
+    q: torch.Tensor
+    """Probabilities of the student."""
+    p: torch.Tensor
+    """Probabilities of the teacher."""
+    log_ratio: torch.Tensor
+    """log(p / q); of the reverse divergence log(q / p)."""
+    divergences: torch.Tensor
+    """D, [n]."""
+    top_k: int
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether the last event is all other tokens."""
+        return self.q.shape[-1] > self.top_k
+
+
+def _events_of(student: _Student, teacher: TeacherTokens, divergence: Divergence, *, has_rest: bool) -> _Events:
+    top_k = teacher.ids.shape[-1]
+    log_rest = (student.tempered_rest + _SMALLEST).log().unsqueeze(-1)
+    log_q = torch.cat([student.tempered_top, log_rest], dim=-1) - student.tempered_normalizer.log().unsqueeze(-1)
+    log_p = teacher.logps.to(log_q)
+    if not has_rest:
+        log_q = log_q[:, :top_k]
+        log_p = log_p[:, :top_k]
+    log_p = log_p - log_p.logsumexp(-1, keepdim=True)  # stored in fp32: gradients take their sum for 1
+    q = log_q.exp()
+    p = log_p.exp()
+    if divergence.kind == "forward":
+        log_ratio = log_p - log_q
+        divergences = (p * log_ratio).sum(-1)
+    else:
+        log_ratio = log_q - log_p
+        divergences = (q * log_ratio).sum(-1)
+    return _Events(q=q, p=p, log_ratio=log_ratio, divergences=divergences, top_k=top_k)
+
+
+def _grad_logits(student: _Student, events: _Events, divergence: Divergence, has_target: torch.Tensor) -> torch.Tensor:
+    """Return the derivatives of the losses by this rank's logits, [n, v]; overwrites `exps` and `tempered_others`.
+
+    Source: the derivatives at the top of this file, and softmax minus target for the token losses.
+    """
+    is_counted = has_target.to(student.exps)
+    # T² of the loss, times 1/T of the derivative of D.
+    divergence_share = is_counted * (divergence.weight * divergence.temperature)
+    by_others = divergence_share * _slope_of_others(events, divergence) / student.tempered_normalizer
+    by_top = divergence_share.unsqueeze(-1) * _slopes_of_top(events, divergence)
+    grad_logits = student.tempered_others.mul_(by_others.unsqueeze(-1))
+    grad_logits.scatter_add_(-1, student.top.columns, torch.where(student.top.is_here, by_top, 0.0))
+    token_share = is_counted * (1.0 - divergence.weight)
+    grad_logits.add_(student.exps.mul_((token_share / student.normalizer).unsqueeze(-1)))
+    positions = torch.arange(len(has_target), device=has_target.device)
+    grad_logits[positions, student.target.columns] -= token_share * student.target.is_here
+    return grad_logits
+
+
+def _slopes_of_top(events: _Events, divergence: Divergence) -> torch.Tensor:
+    """Return T ∂D/∂z_j of the top tokens, [n, k]."""
+    q = events.q[:, : events.top_k]
+    if divergence.kind == "forward":
+        return q - events.p[:, : events.top_k]
+    return q * (events.log_ratio[:, : events.top_k] - events.divergences.unsqueeze(-1))
+
+
+def _slope_of_others(events: _Events, divergence: Divergence) -> torch.Tensor | float:
+    """Return T ∂D/∂z_j of any other token, divided by its probability q_j, [n]."""
+    rest = events.top_k
+    if divergence.kind == "forward":
+        return 1.0 - (events.p[:, rest] / events.q[:, rest] if events.has_rest else 0.0)
+    return (events.log_ratio[:, rest] if events.has_rest else 0.0) - events.divergences
+
+
+def subtract_largest(logits: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Subtract from logits [n, v], in place, the largest of each position on all ranks of `group`; return that, [n].
+
+    It keeps exp() in range, and cancels in every probability.
+    """
     largest = logits.amax(dim=-1)
     if group is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     logits.sub_(largest.unsqueeze(-1))
-    target_columns, target_here = columns_of(targets, shard)
-    columns, here = columns_of(teacher.ids, shard)  # [n, k]
-    target_logit = torch.where(target_here, logits.gather(-1, target_columns.unsqueeze(-1)).squeeze(-1), 0.0)
-    top = torch.where(here, logits.gather(-1, columns), 0.0) / divergence.temperature
-    softmax = logits.exp()  # [n, v]
-    others = logits.div_(divergence.temperature).exp_()  # [n, v]
-    # The top tokens of a position differ, so that each of their columns becomes exactly 0.
-    others.scatter_add_(-1, columns, torch.where(here, -others.gather(-1, columns), 0.0))
-    parts = torch.cat([torch.stack([softmax.sum(-1), others.sum(-1), target_logit], dim=-1), top], dim=-1)  # [n, k + 3]
-    if group is not None:
-        dist.all_reduce(parts, group=group)
-    normalizer, rest, target_logit = parts[:, :3].unbind(-1)
-    top = parts[:, 3:]
-    tempered = rest + top.exp().sum(-1)
-    token_losses = normalizer.log() - target_logit
-    log_q = torch.cat([top, (rest + _SMALLEST).log().unsqueeze(-1)], dim=-1) - tempered.log().unsqueeze(-1)
-    log_p = teacher.logps.to(log_q)
-    if teacher.ids.shape[-1] == shard.size:  # there are no others
-        log_q = log_q[:, :-1]
-        log_p = log_p[:, :-1]
-    log_p = log_p - log_p.logsumexp(-1, keepdim=True)  # stored in fp32: gradients take their sum for 1
-    q = log_q.exp()
-    p = log_p.exp()
-    first, ratio = (p, log_p - log_q) if divergence.kind == "forward" else (q, log_q - log_p)
-    divergences = (first * ratio).sum(-1)
-    has_target = targets != IGNORE
-    token_share = 1.0 - divergence.weight
-    losses = token_share * token_losses + divergence.weight * divergence.temperature**2 * divergences
-    result = [torch.where(has_target, each, 0.0) for each in (losses, token_losses, divergences)]
-    grad_logits = None
-    if wants_gradients:
-        # By logits of top tokens [n, k], and, for each unit of probability, by those of others [n].
-        k = teacher.ids.shape[-1]
-        factor = has_target.to(softmax) * (divergence.weight * divergence.temperature)
-        if divergence.kind == "forward":
-            grad_top = q[:, :k] - p[:, :k]
-            grad_others = 1.0 - (p[:, k] / q[:, k] if q.shape[-1] > k else 0.0)
-        else:
-            grad_top = q[:, :k] * (ratio[:, :k] - divergences.unsqueeze(-1))
-            grad_others = (ratio[:, k] if q.shape[-1] > k else 0.0) - divergences
-        grad_logits = others.mul_((factor * grad_others / tempered).unsqueeze(-1))
-        grad_logits.scatter_add_(-1, columns, torch.where(here, factor.unsqueeze(-1) * grad_top, 0.0))
-        share = has_target.to(softmax) * token_share
-        grad_logits.add_(softmax.mul_((share / normalizer).unsqueeze(-1)))
-        grad_logits[torch.arange(len(targets), device=targets.device), target_columns] -= share * target_here
-    return DistilledLosses(losses=result[0], token_losses=result[1], divergences=result[2], grad_logits=grad_logits)
+    return largest
 
 
 class DistilledLoss(torch.autograd.Function):
-    """(logits [n, v], targets [n], teacher, weights [n], …) -> (weighted sum of losses, token losses, divergences)."""
+    """The loss of distillation of full logits, with its gradient made in the forward pass.
+
+    (logits [n, v], targets [n], teacher, weights [n], …) -> (weighted sum of losses, token losses [n], divergences [n])
+    """
 
     @staticmethod
     def forward(
@@ -200,13 +344,11 @@ class TopTokens:
         """Take logits [n, v] of this rank, in fp32 or more, which it overwrites."""
         mask_padding(logits, shard)
         logits.div_(self._temperature)
-        largest = logits.amax(dim=-1, keepdim=True)
-        if group is not None:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        logits.sub_(largest)
-        known = max(0, min(shard.rows, self._vocabulary - shard.start))
-        candidates = logits.clone() if known < shard.rows else logits
-        candidates[:, known:] = float("-inf")
+        subtract_largest(logits, group)
+        # Of this rank's rows, the first ones are tokens that the student has.
+        known_rows = max(0, min(shard.rows, self._vocabulary - shard.start))
+        candidates = logits.clone() if known_rows < shard.rows else logits
+        candidates[:, known_rows:] = float("-inf")
         values, columns = candidates.topk(min(self._top_k, shard.rows), dim=-1)  # [n, k']
         ids = columns + shard.start
         if group is not None:
@@ -214,9 +356,8 @@ class TopTokens:
             ids = _gathered(ids, group)
         top, order = values.topk(self._top_k, dim=-1)  # [n, k]
         ids = ids.gather(-1, order)
-        here_columns, here = columns_of(ids, shard)
         others = logits.exp_()
-        others.scatter_add_(-1, here_columns, torch.where(here, -others.gather(-1, here_columns), 0.0))
+        _VocabularyColumns.of(ids, shard).clear(others)
         rest = others.sum(dim=-1, keepdim=True)
         if group is not None:
             dist.all_reduce(rest, group=group)
