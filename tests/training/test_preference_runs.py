@@ -60,6 +60,7 @@ def test_a_run_shows_pairs_and_margins_and_writes_rewards(
     assert f"{REFERENCE}: 100%" in shown
     assert "margin " in shown
     assert "accuracy " in shown
+    assert "logps chosen -" in shown
     assert "token frequencies" not in shown
     first, *_, last = steps(tmp_path / "run")
     assert set(first["objective"]) == {

@@ -42,6 +42,24 @@ def test_the_rank_that_holds_the_others_up_most_is_named() -> None:
     assert "slow: rank 1 (node1) data 4.0x and 1 more" in lines[1]
 
 
+def test_what_an_objective_measures_is_shown_after_the_loss() -> None:
+    rewards = {"rewards/chosen": 0.5, "rewards/rejected": 0.25, "rewards/margins": 0.25, "rewards/accuracies": 0.75}
+    logps = {"logps/chosen": -12.345, "logps/rejected": -20.0}
+    pairs, completions, one_label, taught, balanced = shown(
+        step(1, objective=rewards | logps),
+        step(1, objective=logps | {"rewards/margins": 0.25, "kl": 0.125}),
+        step(1, objective={"logps/rejected": -20.0, "kl": 0.0}),
+        step(1, objective={"token_loss": 2.0, "divergence": 1.5}),
+        step(1, objective={"delta": -0.5}),
+    )
+    both = "logps chosen -12.35 rejected -20.00"
+    assert pairs.split("  ")[1:5] == ["loss 2.5000", "margin 0.2500", "accuracy 75%", both]
+    assert completions.split("  ")[1:5] == ["loss 2.5000", "margin 0.2500", "KL 0.1250", both]
+    assert one_label.split("  ")[1:4] == ["loss 2.5000", "KL 0.0000", "logps rejected -20.00"]
+    assert taught.split("  ")[1:3] == ["loss 2.5000", "KL 1.5000"]
+    assert balanced.split("  ")[1:3] == ["loss 2.5000", "delta -0.5000"]
+
+
 def test_mfu_is_shown_where_it_is_known() -> None:
     assert "MFU 43.2%" in shown(step(1), mfu=0.432)[0]
 
@@ -78,7 +96,13 @@ def test_the_line_fits_the_terminal(width: int) -> None:
     console = Console(file=output, force_terminal=True, width=width)
     with ProgressLine(4, every=1, enabled=True, console=console) as progress:
         progress.mfu = lambda rate: 0.4
-        progress.step(step(4, eval_loss=3.0))
+        measured = {
+            "rewards/margins": 0.25,
+            "rewards/accuracies": 0.75,
+            "logps/chosen": -120.5,
+            "logps/rejected": -99.5,
+        }
+        progress.step(step(4, eval_loss=3.0, objective=measured | {"kl": 0.5}))
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue())
     assert all(len(line.strip()) <= width for line in re.split(r"[\r\n]", plain))
     assert plain.rstrip().count("\n") <= 1

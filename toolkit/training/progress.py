@@ -19,7 +19,7 @@ _BAR = 12
 
 
 class ProgressLine:
-    """One line a step: step, loss, learning rate, grad norm, tokens/s, MFU where it is known, ETA.
+    """One line a step: step, loss, what the objective measures, learning rate, grad norm, tokens/s, MFU, ETA.
 
     Disabled on ranks other than 0 and at log.level=warning.
     """
@@ -99,7 +99,9 @@ class ProgressLine:
         details = {
             "loss": f"loss {metrics.loss:.4f}",
             "held-out": f"held-out {self._eval_loss:.4f}" if self._eval_loss is not None else "",
-            "margin": _objective(metrics.objective),
+            "margin": _margin(metrics.objective or {}),
+            "divergence": _divergence(metrics.objective or {}),
+            "logps": _logps(metrics.objective or {}),
             "lr": f"lr {metrics.lr:.2e}",
             "norm": norm,
             "slow": _slow(metrics.slow_ranks),
@@ -119,18 +121,29 @@ def _slow(slow_ranks: dict[str, float] | None) -> str:
     return f"slow: {slowest} {slow_ranks[slowest]:.1f}x{more}"
 
 
-def _objective(metrics: dict[str, float] | None) -> str:
+def _margin(objective: dict[str, float]) -> str:
     """The margin of rewards, and the share of pairs that have it on the right side."""
-    known = metrics or {}
-    margin = f"margin {known['rewards/margins']:.4f}" if "rewards/margins" in known else ""
-    accuracy = f"accuracy {known['rewards/accuracies']:.0%}" if "rewards/accuracies" in known else ""
+    margin = f"margin {objective['rewards/margins']:.4f}" if "rewards/margins" in objective else ""
+    accuracy = f"accuracy {objective['rewards/accuracies']:.0%}" if "rewards/accuracies" in objective else ""
     return "  ".join(text for text in (margin, accuracy) if text)
+
+
+def _divergence(objective: dict[str, float]) -> str:
+    """The divergence from the reference or the teacher, and the mean of rewards that takes its place in BCO."""
+    names = {"kl": "KL", "delta": "delta", "divergence": "KL"}
+    return "  ".join(f"{label} {objective[name]:.4f}" for name, label in names.items() if name in objective)
+
+
+def _logps(objective: dict[str, float]) -> str:
+    """The log-probabilities of chosen and rejected completions."""
+    kinds = [kind for kind in ("chosen", "rejected") if f"logps/{kind}" in objective]
+    return " ".join(["logps", *(f"{kind} {objective[f'logps/{kind}']:.2f}" for kind in kinds)]) if kinds else ""
 
 
 def _fitting(details: dict[str, str], width: int) -> list[str]:
     """The details that fit on one line of a narrow terminal: the least interesting ones are left out first."""
     shown = dict(details)
-    for name in ("lr", "held-out", "norm", "mfu", "eta", "speed", "margin", "slow"):
+    for name in ("lr", "logps", "held-out", "norm", "mfu", "divergence", "eta", "speed", "margin", "slow"):
         if len("  ".join(shown.values())) > width:
             shown.pop(name, None)
     return list(shown.values())
