@@ -32,10 +32,12 @@ _OF_RECIPES = ("baseline", "steps", "nproc", "reruns", "shrink", "dropout", "tim
 """Options for recipes only."""
 _OF_RUNS = ("rerun", "tolerance", "loss", "runs")
 """Options for finished runs only."""
+_NOT_OF_SCRIPTS = ("recipe", "against", "layout", "baseline", "shrink", "dropout", *_OF_RUNS)
+"""Options that say nothing about a script."""
 
 
 @click.command
-@click.argument("arguments", nargs=-1, metavar="[RUN RUN...] [SECTION.KEY=VALUE...]", callback=directories_only)
+@click.argument("arguments", nargs=-1, metavar="[RUN RUN...] [SECTION.KEY=VALUE...] [-- ARGS...]")
 @click.option("--recipe", metavar="FILE", help="The recipe to train under every strategy.")
 @click.option("--against", metavar="LIST", help="Strategies: z1,z2,z3,tp2,pp2,tp2-pp2-dp2-z1,ddp,fsdp, …")
 @click.option(
@@ -46,8 +48,9 @@ _OF_RUNS = ("rerun", "tolerance", "loss", "runs")
     metavar="STRATEGY",
     help="Strategy that the others are compared with.  [default: reference; in bf16 one rank alike]",
 )
+@click.option("--script", metavar="FILE", help="A Python file that trains with a Trainer, run with ARGS.")
 @click.option("--steps", type=Count(min=2), default=30, show_default=True, help="Optimizer steps.")
-@click.option("--nproc", type=LOCAL_RANKS, default=2, show_default=True, help="Ranks of strategies that do not set dp.")
+@click.option("--nproc", type=LOCAL_RANKS, default=2, show_default=True, help="Ranks; those of strategies without dp.")
 @click.option(
     "--reruns", type=_POSITIVE, default=3, show_default=True, help="Runs of the baseline with other rounding."
 )
@@ -61,9 +64,14 @@ _OF_RUNS = ("rerun", "tolerance", "loss", "runs")
 @click.option("--loss", multiple=True, metavar="NAME", help="For runs: the tag, column or key of the loss.")
 @click.option("--tolerance", type=float, metavar="X", help="For runs: the largest relative difference to accept.")
 def command(
-    arguments: tuple[str, ...], recipe: str | None, against: str | None, layout: str | None, **options: Any
+    arguments: tuple[str, ...],
+    recipe: str | None,
+    against: str | None,
+    layout: str | None,
+    script: str | None,
+    **options: Any,
 ) -> int:
-    """Train a recipe under several strategies and compare each with one process; or compare finished runs.
+    """Train a recipe under several strategies and compare each with one process; or a script, or finished runs.
 
     All strategies start from the same weights and read the same samples. Prints the largest relative difference of
     loss, gradient norm and trained weights of each strategy, and the likely cause if it differs. Exits with 0 if all
@@ -74,8 +82,11 @@ def command(
     dstk compare --recipe gpt2-pretrain --against z1,z3,tp2,pp2,tp2-pp2-dp2-z1,ddp,fsdp --shrink
     dstk compare --recipe my.yaml --against tp2-sp --baseline z1 --steps 100 --report out optimizer.name=sgd
     dstk compare --recipe gpt2-pretrain --layout 8xH100 --shrink precision=fp32
+    dstk compare --script train.py --nproc 2 -- --learning_rate 1e-4
     dstk compare runs/yesterday runs/today
     dstk compare --runs runs/demo trainer_output/checkpoint-500 tensorboard/run1 curve.csv --tolerance 1e-2
+
+    A script makes a transformers.Trainer and calls its train(); it is run on --nproc ranks and on one.
 
     Finished runs are directories or files: metrics.jsonl, the Trainer's trainer_state.json, TensorBoard events, a table
     (CSV or TSV), or JSON lines with step and loss.
@@ -89,17 +100,20 @@ def command(
     from toolkit.report.comparison_table import print_comparison
 
     started = time.monotonic()
-    _check(arguments, recipe, against or layout, options)
+    _check(arguments, recipe, against or layout, script, options)
     if options["report"]:
         from toolkit.report.comparison_page import FILES
         from toolkit.report.page import check_replaceable
 
         check_replaceable(Path(options["report"]), FILES)
-    if recipe is None:
-        comparison = _runs(arguments, options)
-    else:
+    if recipe is not None or script is not None:
         # A scheduler, `timeout` or container that ends this process must end the ranks too.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    if script is not None:
+        comparison = _script(Path(script), arguments, options)
+    elif recipe is None:
+        comparison = _runs(arguments, options)
+    else:
         strategies = Strategy.parse_list(against) if against else []
         if layout is not None:
             strategies += _of_layout(recipe, layout, is_small=options["shrink"])
@@ -117,16 +131,20 @@ def command(
     return _EXIT_CODES[comparison.outcome]
 
 
-def _check(arguments: tuple[str, ...], recipe: str | None, against: str | None, options: dict[str, Any]) -> None:
+def _check(
+    arguments: tuple[str, ...], recipe: str | None, against: str | None, script: str | None, options: dict[str, Any]
+) -> None:
     context = click.get_current_context()
-    written = {name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    written = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    if script is not None:
+        _refuse(written, _NOT_OF_SCRIPTS, "with --script: a script says itself what it trains, and how")
+        return
+    directories_only(context, context.command.params[0], arguments)
     if recipe is not None:
         if against is None:
             example = "for instance --against z1,z3,tp2,pp2"
             raise click.UsageError(f"--recipe without --against: give the strategies, {example}, or a --layout.")
-        for name in _OF_RUNS:
-            if name in written:
-                raise click.UsageError(f"--{name} is for finished runs: with --recipe the baseline is trained here.")
+        _refuse(written, _OF_RUNS, "is for finished runs: with --recipe the baseline is trained here")
         return
     if against is not None:
         raise click.UsageError("--against without --recipe: give the recipe to train.")
@@ -136,14 +154,19 @@ def _check(arguments: tuple[str, ...], recipe: str | None, against: str | None, 
         raise click.UsageError("a recipe is given instead of a run. Give it with --recipe FILE.")
     if len(arguments) == 1:
         raise click.UsageError(f"only one run is given, {arguments[0]}. Give the run to compare it with.")
-    for name in _OF_RECIPES:
-        if name in written:
-            raise click.UsageError(f"--{name} is for training a recipe: finished runs are compared as they are.")
+    _refuse(written, _OF_RECIPES, "is for training a recipe: finished runs are compared as they are")
     tolerance = options["tolerance"]
     if tolerance is not None and options["rerun"]:
         raise click.UsageError("--tolerance with --rerun: each gives a bound. Choose one of them.")
     if tolerance is not None and not (0 <= tolerance < math.inf):
         raise click.UsageError(f"--tolerance {tolerance:g}: a relative bound is 0 or more, for instance 1e-3.")
+
+
+def _refuse(written: set[str], names: tuple[str, ...], reason: str) -> None:
+    """Refuse the first option of `names` that was written."""
+    refused = next((name for name in names if name in written), None)
+    if refused is not None:
+        raise click.UsageError(f"--{refused} {reason}.")
 
 
 def _runs(arguments: tuple[str, ...], options: dict[str, Any]) -> "Comparison":
@@ -153,6 +176,25 @@ def _runs(arguments: tuple[str, ...], options: dict[str, Any]) -> "Comparison":
     reruns = [Path(run) for run in options["rerun"]]
     return compare_runs(
         runs, reruns=reruns, tolerance=options["tolerance"], loss_names=options["loss"], command=_command_line()
+    )
+
+
+def _script(script: Path, arguments: tuple[str, ...], options: dict[str, Any]) -> "Comparison":
+    quiet(debug=False)
+    with no_garbage_collection():  # these import torch, which takes seconds
+        from toolkit.launch.local_ranks import preload
+        from toolkit.parity.run.compare_script import compare_script
+
+    preload()
+    return compare_script(
+        script,
+        arguments,
+        ranks=options["nproc"],
+        steps=options["steps"],
+        rounding_seeds=options["reruns"],
+        timeout_seconds=options["timeout"],
+        progress=_print_progress,
+        command=_command_line(),
     )
 
 

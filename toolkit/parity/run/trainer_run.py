@@ -136,11 +136,11 @@ def _train(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.devic
     assert isinstance(trainer.model, PreTrainedModel)
     model = trainer.model
     trainer.facts = facts
-    facts.outputs = observe.LayerOutputs(_Observed(model=model, device=device))  # type: ignore[arg-type]
+    facts.outputs = observe.LayerOutputs(Observed(model=model, device=device))  # type: ignore[arg-type]
     facts.keep("initial", model, lambda parameter: parameter.detach())
     trainer.train()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    hashes = observe.gather_on_rank_0(_replica_hashes(model))
+    hashes = observe.gather_on_rank_0(whole_parameter_hashes(model))
     diverged, compared = observe.compare_replicas(hashes)
     facts.keep("parameters", model, lambda parameter: parameter.detach())
     return ParityRun(
@@ -152,7 +152,7 @@ def _train(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.devic
         update_gradients=facts.tensors.get("update-gradients", {}),
         update_step=facts.update_step + 1,
         outputs=facts.layer_outputs,
-        batches=_merged(observe.gather_on_rank_0(facts.sums), strategy.tp),
+        batches=merged_fingerprints(observe.gather_on_rank_0(facts.sums), strategy.tp),
         learning_rates=tuple(entry["learning_rate"] for entry in history),
         micro_batch_size=batch.micro_batch_size,
         replicas=dp,
@@ -198,7 +198,7 @@ def _samples(recipe: Recipe, corpus: Corpora) -> list[dict[str, torch.Tensor]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Observed:
+class Observed:
     """What an observer asks of an engine."""
 
     model: PreTrainedModel
@@ -227,7 +227,7 @@ class _Facts:
     def keep(self, kind: str, model: PreTrainedModel, read: Read, *, since: str = "") -> None:
         """Keep the full value of what `read` returns of each parameter. A collective call."""
         reference = self.tensors[since] if since else None
-        self.tensors[kind] = keep(_full(model, read), self.folder / kind, since=reference)
+        self.tensors[kind] = keep(full_values(model, read), self.folder / kind, since=reference)
 
     def read_samples(self, ids: torch.Tensor, labels: torch.Tensor) -> None:
         """Add the samples of a micro-batch to the fingerprint of its step."""
@@ -278,7 +278,7 @@ class _Updates(TrainerCallback):  # type: ignore[misc]
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The Trainer has wrapped the model by now: DDP sends the first rank's weights to the others.
-        hashes = observe.gather_on_rank_0(_replica_hashes(kwargs["model"]))
+        hashes = observe.gather_on_rank_0(whole_parameter_hashes(kwargs["model"]))
         self._facts.diverged_at_start, _ = observe.compare_replicas(hashes)
 
     @override
@@ -289,7 +289,7 @@ class _Updates(TrainerCallback):  # type: ignore[misc]
             self._facts.keep("updates", kwargs["model"], lambda parameter: parameter.detach(), since="initial")
 
 
-def _full(model: PreTrainedModel, read: Read) -> Iterator[tuple[str, torch.Tensor]]:
+def full_values(model: PreTrainedModel, read: Read) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and full value of what `read` returns of each parameter; zeros for None. A collective call."""
     for name, parameter in model.named_parameters():
         value = read(parameter)
@@ -297,7 +297,7 @@ def _full(model: PreTrainedModel, read: Read) -> Iterator[tuple[str, torch.Tenso
         yield name.removeprefix("module."), value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _replica_hashes(model: PreTrainedModel) -> dict[Hashable, bytes]:
+def whole_parameter_hashes(model: PreTrainedModel) -> dict[Hashable, bytes]:
     """Hashes of the parameters that every rank holds whole."""
     hashes: dict[Hashable, bytes] = {}
     for name, parameter in model.named_parameters():
@@ -307,7 +307,7 @@ def _replica_hashes(model: PreTrainedModel) -> dict[Hashable, bytes]:
     return hashes
 
 
-def _merged(ranks: list[list[int]], tp: int) -> tuple[str, ...]:
+def merged_fingerprints(ranks: list[list[int]], tp: int) -> tuple[str, ...]:
     """The fingerprint of each step's global batch; `a!=b` if ranks that share a sample read others."""
     totals = [[sum(step) for step in zip(*ranks[first::tp], strict=True)] for first in range(tp)] if ranks else []
     return tuple("!=".join(dict.fromkeys(map(format_fingerprint, step))) for step in zip(*totals, strict=True))
