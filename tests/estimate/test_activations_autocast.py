@@ -96,9 +96,9 @@ def check_peak(case: Case, tolerance: float) -> None:
     if case.recompute == "full":
         each = [2 * size for size in held(case).layer_matrices]
         again = casts - sum(each) + max(each)
-        predicted = max(estimate.worst_moment(layers)[0] + again, estimate.forward_peak(layers, casts=each))
+        predicted = max(estimate.worst_moment(layers).total + again, estimate.forward_peak(layers, casts=each))
     else:
-        predicted = estimate.worst_moment(layers, casts_to_come=casts_to_come(held(case)))[0] + casts
+        predicted = estimate.worst_moment(layers, casts_to_come=casts_to_come(held(case))).total + casts
     assert predicted == pytest.approx(measured, rel=tolerance), f"{case}: {predicted / measured - 1:+.2%}"
 
 

@@ -83,7 +83,7 @@ def test_autocast_with_recomputation_copies_one_layers_frozen_weights() -> None:
     params, estimate, layers = held(case), case.estimate(), range(case.layers())
     again = 2 * (params.matrices - sum(params.layer_matrices) + max(params.layer_matrices))
     cached = [2 * size for size in params.trained_matrices]
-    predicted = max(estimate.worst_moment(layers)[0] + again, estimate.forward_peak(layers, casts=cached))
+    predicted = max(estimate.worst_moment(layers).total + again, estimate.forward_peak(layers, casts=cached))
     assert predicted == pytest.approx(peak_bytes(case, model_of(case)), rel=0.1)
 
 

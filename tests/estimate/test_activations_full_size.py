@@ -111,7 +111,7 @@ def predict(
 def _check(fields: dict[str, Any], attention: str, recompute: str, samples: int, seq_len: int) -> None:
     measured = measure(fields, attention, recompute, samples, seq_len)
     estimate = predict(fields, attention, recompute, samples, seq_len)
-    predicted = estimate.worst_moment(range(ModelShape.from_config(fields).layers))[0]
+    predicted = estimate.worst_moment(range(ModelShape.from_config(fields).layers)).total
     error = f"{predicted / measured - 1:+.2%} of {measured / 2**30:.2f} GiB"
     assert predicted == pytest.approx(measured, rel=0.03), error
 

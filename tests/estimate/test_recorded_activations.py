@@ -16,10 +16,17 @@ from training_setups import rank_pass
 
 from toolkit.errors import ModelError, RunError
 from toolkit.estimate.recorded import recorder_process, recordings
-from toolkit.estimate.recorded.recording import Polynomial, Recording, config_text, model_key
+from toolkit.estimate.recorded.recording import (
+    Polynomial,
+    Recording,
+    config_text,
+    model_key,
+    monomial_values,
+    value_of,
+)
 from toolkit.models.shape import find_config
 from toolkit.recorder import record as recorder
-from toolkit.recorder.fit import solve, value
+from toolkit.recorder.fit import Size, solve
 from toolkit.recorder.parameters import record_parameters
 from toolkit.recorder.record import record
 
@@ -54,20 +61,24 @@ def test_a_recording_is_the_same_after_it_was_stored(tiny: Recording) -> None:
     assert Recording.decoded(json.loads(json.dumps(tiny.encoded()))) == tiny
 
 
+def values_at(points: list[Size], size: Polynomial) -> list[int]:
+    return [value_of(size, monomial_values(b, s)) for b, s in points]
+
+
 @pytest.mark.parametrize("size", [(0, 0, 0, 6, 0, 0), (0, 0, 0, 0, 0, 4), (16, 0, 0, 0, 0, 0)])
 def test_a_size_of_one_term_is_found_from_three_passes(size: Polynomial) -> None:
-    assert solve(POINTS, [value(size, at) for at in POINTS]) == size
+    assert solve(POINTS, values_at(POINTS, size)) == size
 
 
 @pytest.mark.parametrize("size", [(24, 0, 0, 4, 0, 0), (0, 0, 2, 0, 0, 8)])
 def test_a_size_of_two_terms_is_found_from_four_passes(size: Polynomial) -> None:
-    assert solve([*POINTS, (3, 128)], [value(size, at) for at in [*POINTS, (3, 128)]]) == size
+    assert solve([*POINTS, (3, 128)], values_at([*POINTS, (3, 128)], size)) == size
 
 
 def test_a_size_of_several_terms_needs_six_passes() -> None:
     size = (8, 1, 0, 6, 0, 2)
-    assert solve([*POINTS, (3, 128)], [value(size, at) for at in [*POINTS, (3, 128)]]) is None
-    assert solve(ALL_POINTS, [value(size, at) for at in ALL_POINTS]) == size
+    assert solve([*POINTS, (3, 128)], values_at([*POINTS, (3, 128)], size)) is None
+    assert solve(ALL_POINTS, values_at(ALL_POINTS, size)) == size
 
 
 def test_a_size_that_is_no_polynomial_is_not_guessed() -> None:

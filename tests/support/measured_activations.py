@@ -152,7 +152,7 @@ class Case:
         if self.tiled:
             shape = ModelShape.from_config(self.config().to_dict())
             tile = tile_bytes(shape, self.samples * SEQ_LEN, self.dtype.itemsize, tp=1)
-        return self.estimate().worst_moment(range(self.layers()), offloaded=self.offload, in_layer=tile)[0]
+        return self.estimate().worst_moment(range(self.layers()), offloaded=self.offload, in_layer=tile).total
 
     def layers(self) -> int:
         """Decoder layers."""

@@ -144,36 +144,43 @@ class MemoryRequest:
             return stage_breakdown(self.setup, self.framework, self.gpu, stage, layers)
         setup = self.setup
         layout = setup.layout
-        is_last = stage == layout.pp - 1
         rank = rank_states(setup, self.framework, stage, layers)
-        params = rank.params
         states = rank.states
         rank_pass = self._rank_pass(_part_of(stage, layout.pp), rank.precision)
         recorded = activations(rank_pass, setup.micro_batch_size, setup.rank_positions)
         in_flight = in_flight_micro_batches(layout.pp, stage, setup.accumulation)
         in_layer = _in_layer(setup, rank)
-        peak, fresh, casts = _worst_moment(setup, recorded, rank, layers, in_flight, in_layer)
-        gathered = states.gathered + casts
-        away = max(recorded.offloaded(layers)) if layout.offload_activations else 0
+        worst = _worst_moment(setup, recorded, rank, layers, in_flight=in_flight, in_layer=in_layer)
+        gathered = states.gathered + worst.casts
+        on_host = max(recorded.offloaded(layers)) if layout.offload_activations else 0
         buffers = _pipeline_buffers(setup, self.framework, stage, rank.product_bytes)
-        by_kind, logits = _activations_by_kind(recorded, layers, in_flight, peak - fresh, away, has_head=is_last)
-        beside = {
+        shares = _activation_shares(
+            recorded,
+            layers,
+            in_flight=in_flight,
+            peak=worst.activations,
+            on_host=on_host,
+            has_head=stage == layout.pp - 1,
+        )
+        unrecorded = {
             "routers": in_flight * kept_by_router_losses(setup, layers),
             "attention": in_flight * _outputs_of_heads(setup, layers, rank.product_bytes),
         }
-        for kind, size in beside.items():
+        unrecorded_bytes = sum(unrecorded.values())
+        by_kind = {**shares.by_kind, "working": shares.working, "ends": shares.ends}
+        for kind, size in unrecorded.items():
             if size:
                 by_kind[kind] = by_kind.get(kind, 0) + size
-                peak += size
         # Both beyond the resident bytes: while the last micro-batch computes, and at the end of the step.
-        backward = states.accumulated + states.buckets + gathered + buffers.at_peak + peak
-        last = states.accumulated + states.last_gradient + gathered + buffers.at_peak
-        update = max(last, max(states.reduction, states.step) + buffers.between)
+        live = worst.activations + worst.fresh_gradients + unrecorded_bytes
+        backward = states.accumulated + states.buckets + gathered + buffers.at_peak + live
+        last_gradient = states.accumulated + states.last_gradient + gathered + buffers.at_peak
+        update = max(last_gradient, max(states.reduction, states.step) + buffers.between)
         breakdown = self._broken_down(
             stage,
             rank,
             buffers,
-            gradients=states.accumulated + fresh,
+            gradients=states.accumulated + worst.fresh_gradients,
             buckets=states.buckets + buffers.at_peak,
             gathered=gathered,
             activations=by_kind,
@@ -182,8 +189,8 @@ class MemoryRequest:
         )
         return replace(
             breakdown,
-            logits=logits,
-            host=replace(states.host, activations=away * in_flight),
+            logits=shares.logits,
+            host=replace(states.host, activations=on_host * in_flight),
             static=breakdown.static + buffers.between,
             step=TrainingStep(
                 setup=setup,
@@ -192,10 +199,10 @@ class MemoryRequest:
                 layers=layers,
                 in_flight=in_flight,
                 states=states,
-                params=params,
+                params=rank.params,
                 buffers=buffers,
                 in_layer=in_layer,
-                workspace=breakdown.workspace + sum(beside.values()),
+                workspace=breakdown.workspace + unrecorded_bytes,
             ),
         )
 
@@ -266,23 +273,20 @@ class MemoryRequest:
         if layout.schedule != "gpipe":  # which holds all micro-batches
             schedule = schedule.shortened()
         buffers = _pipeline_buffers(setup, engine, pipe, rank.product_bytes)
-        recorded = {
-            stage: self._stage_activations(stage, rank, splits=schedule.splits_backward) for stage in own_stages
-        }
-        passes = {stage: split for stage, (split, _) in recorded.items()}
-        bytes_of = {
-            stage: self._stage_bytes(stage, stage_layers[stage], rank, *recorded[stage], buffers.hidden)
-            for stage in own_stages
-        }
         # One micro-batch alone reduces its gradients as they come; several accumulate them first.
         accumulated = states.accumulated or states.fresh_layer * params.trained // max(1, params.trained_layer)
         shares = _trained_shares(params, [len(stage_layers[stage]) for stage in own_stages], ends_last=pipe > 0)
+        passes: dict[int, Activations] = {}
+        bytes_of: dict[int, StageBytes] = {}
         for stage, share in zip(own_stages, shares, strict=True):
-            bytes_of[stage] = replace(bytes_of[stage], gradients=int(accumulated * share))
+            stage_pass = self._stage_pass(stage, rank, splits=schedule.splits_backward)
+            in_stage = self._stage_bytes(stage, stage_layers[stage], rank, stage_pass, hidden=buffers.hidden)
+            passes[stage] = stage_pass.recorded
+            bytes_of[stage] = replace(in_stage, gradients=int(accumulated * share))
         peak = schedule_peak(schedule, pipe, bytes_of, hidden=buffers.hidden)
         backward = peak.gradients + states.buckets + states.gathered + peak.live
-        last = accumulated + states.last_gradient + states.gathered + peak.messages
-        update = max(last, states.reduction, states.step)
+        last_gradient = accumulated + states.last_gradient + states.gathered + peak.messages
+        update = max(last_gradient, states.reduction, states.step)
         return self._broken_down(
             pipe,
             rank,
@@ -346,25 +350,26 @@ class MemoryRequest:
         kept_for_commit = BATCHES_A_COMMIT * setup.rank_tokens * (batch_bytes + stored_bytes)
         return rank.states.resident.total + rank.states.gathered + arriving + cast + working + kept_for_commit
 
-    def _stage_activations(self, stage: int, rank: RankStates, *, splits: bool) -> tuple[Activations, Activations]:
-        """Return the activations of a stage of a schedule, and those with a whole backward pass."""
+    def _stage_pass(self, stage: int, rank: RankStates, *, splits: bool) -> "_StagePass":
+        """Return the pass of a stage of a schedule, whose backward pass is split or not."""
         setup = self.setup
         rank_pass = self._rank_pass(_part_of(stage, setup.layout.stages), rank.precision)
         whole = activations(rank_pass, setup.micro_batch_size, setup.rank_positions)
         if not splits or self.stand_ins:
-            return whole, whole
+            return _StagePass(recorded=whole, whole=whole)
         # A head that computes the loss itself has its gradient at once.
         split = replace(rank_pass, splits="layers" if setup.chunked_loss else "all")
-        return activations(split, setup.micro_batch_size, setup.rank_positions), whole
+        recorded = activations(split, setup.micro_batch_size, setup.rank_positions)
+        return _StagePass(recorded=recorded, whole=whole)
 
     def _stage_bytes(
-        self, stage: int, layers: range, rank: RankStates, recorded: Activations, whole: Activations, hidden: int
+        self, stage: int, layers: range, rank: RankStates, stage_pass: "_StagePass", *, hidden: int
     ) -> StageBytes:
-        """Return what one micro-batch of a stage takes."""
+        """Return what one micro-batch of a stage takes. `hidden`: bytes of the hidden state between two stages."""
         setup = self.setup
         layout = setup.layout
-        beside = kept_by_router_losses(setup, layers) + _outputs_of_heads(setup, layers, rank.product_bytes)
-        kept = recorded.kept(layers) + beside
+        recorded = stage_pass.recorded
+        unrecorded = kept_by_router_losses(setup, layers) + _outputs_of_heads(setup, layers, rank.product_bytes)
         # What a stage of the same rank handed on is an output there, and counted there.
         is_handed_on = stage > 0 and layout.stage_ranks[stage - 1] == layout.stage_ranks[stage]
         shared = hidden if is_handed_on else 0
@@ -377,16 +382,16 @@ class MemoryRequest:
             rows = -(-shape.vocab // layout.tp)
             head_waiting = setup.rank_tokens * (shape.hidden + rows) * rank.itemsize
             head_product = rows * shape.hidden * rank.itemsize
-        waiting = recorded.left(layers) - whole.left(layers)
+        waiting = recorded.left(layers) - stage_pass.whole.left(layers)
         if self.stand_ins:
             # Without a recording, inputs that linear layers share are counted for each.
             widths = parameters.product_widths(layers, tp=layout.tp)
             waiting = setup.rank_tokens * rank.itemsize * widths + head_waiting
         product = parameters.largest_matrix(layers, tp=layout.tp) * rank.itemsize
         return StageBytes(
-            forward=recorded.peak_with_loss(layers) + beside - shared,
-            kept=kept - shared,
-            backward=recorded.backward_peak(layers, in_layer=_in_layer(setup, rank)) + beside - shared,
+            forward=recorded.peak_with_loss(layers) + unrecorded - shared,
+            kept=recorded.kept(layers) + unrecorded - shared,
+            backward=recorded.backward_peak(layers, in_layer=_in_layer(setup, rank)) + unrecorded - shared,
             waiting=waiting,
             weights=max(waiting + product, head_waiting + head_product),
         )
@@ -434,6 +439,16 @@ class MemoryRequest:
             chunks=chunks,
         )
         return stand_in(rank_pass, positions) if self.stand_ins else rank_pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StagePass:
+    """What one micro-batch allocates in a stage of a schedule."""
+
+    recorded: Activations
+    """Activations of the pass as the schedule runs it, whose backward pass may leave the weights' gradients to W."""
+    whole: Activations
+    """Activations of the same pass with a whole backward pass."""
 
 
 def _teacher_logits(setup: TrainingSetup, rank: RankStates) -> int:
@@ -605,21 +620,32 @@ def casts_to_come(params: RankParameters) -> list[int]:
     return [2 * params.matrices - sofar for sofar in made]
 
 
-def _worst_moment(
-    setup: TrainingSetup, recorded: Activations, rank: RankStates, layers: range, in_flight: int, in_layer: int
-) -> tuple[int, int, int]:
-    """Return bytes of activations and fresh gradients at the worst moment, of these gradients, and autocast's copies.
+@dataclass(frozen=True, kw_only=True)
+class _WorstMoment:
+    """What is live at the worst moment of the passes of a stage, beside model states and buffers, in bytes."""
 
-    The copies of weights in 16 bits are kept with the activations of each micro-batch. Under recomputation those of
-    the forward pass, which autocast keeps of weights that train, are freed when the loss begins, and backward makes
-    those of a layer again.
+    activations: int
+    fresh_gradients: int
+    """Gradients of weights that the backward pass has allocated so far."""
+    casts: int
+    """Autocast's copies of weights in 16 bits."""
+
+
+def _worst_moment(
+    setup: TrainingSetup, recorded: Activations, rank: RankStates, layers: range, *, in_flight: int, in_layer: int
+) -> _WorstMoment:
+    """Find the worst moment of a stage with these layers, of which a backward or the forward pass may have it.
+
+    Autocast keeps its copies of weights with the activations of each micro-batch. Under recomputation those of the
+    forward pass, which it keeps of weights that train, are freed when the loss begins, and backward makes those of a
+    layer again. `in_layer`: bytes in the backward pass of a layer, which the recording lacks.
     """
     params = rank.params
     offloads = setup.layout.offload_activations
     recomputes_all = setup.layout.recompute == "full"
     fresh_layer = rank.states.fresh_layer
     missing = casts_to_come(params) if rank.copies_weights and not recomputes_all else []
-    peak, fresh = recorded.worst_moment(
+    worst = recorded.worst_moment(
         layers,
         in_flight=in_flight,
         gradients_kept=[fresh_layer * numel // max(1, params.trained_layer) for numel in params.trained_layers],
@@ -627,48 +653,63 @@ def _worst_moment(
         offloaded=offloads,
         in_layer=in_layer,
     )
-    if not rank.copies_weights:
-        return peak, fresh, 0
     casts = 2 * params.matrices
     layer_casts = [2 * size for size in params.layer_matrices]
-    if not recomputes_all:
-        return peak, fresh, casts * in_flight
-    again = casts - sum(layer_casts) + max(layer_casts, default=0)
+    if not rank.copies_weights:
+        casts_in_backward = 0
+    elif not recomputes_all:
+        casts_in_backward = casts * in_flight
+    else:
+        casts_in_backward = casts - sum(layer_casts) + max(layer_casts, default=0)
+    in_backward = _WorstMoment(activations=worst.activations, fresh_gradients=worst.gradients, casts=casts_in_backward)
+    if not rank.copies_weights or not recomputes_all:
+        return in_backward
     if params.frozen.numel:
         layer_casts = [2 * size for size in params.trained_matrices]
         casts = sum(layer_casts)
     forward = recorded.forward_peak(layers, casts=layer_casts, offloaded=offloads)
-    if forward > peak + again:
-        return forward - casts, 0, casts
-    return peak, fresh, again
+    if forward > worst.total + casts_in_backward:
+        return _WorstMoment(activations=forward - casts, fresh_gradients=0, casts=casts)
+    return in_backward
 
 
-def _activations_by_kind(
-    recorded: Activations, layers: range, in_flight: int, peak: int, away: int, *, has_head: bool
-) -> tuple[dict[str, int], int]:
-    """Return (activations by kind, logits and loss), which add up to the activations' peak.
+@dataclass(frozen=True, kw_only=True)
+class _ActivationShares:
+    """How the activations at the worst moment divide, in bytes."""
 
-    `away`: bytes of a micro-batch's layers that are on the host.
+    by_kind: Mapping[str, int]
+    """Those that decoder layers keep, by the part of the layer."""
+    logits: int
+    """Logits and loss, where the moment is at the head."""
+    working: int
+    """What is live only while one layer computes."""
+    ends: int
+    """All else: embedding, tables and final norm."""
+
+
+def _activation_shares(
+    recorded: Activations, layers: range, *, in_flight: int, peak: int, on_host: int, has_head: bool
+) -> _ActivationShares:
+    """Divide the activations at the worst moment of a stage, `peak` bytes of `in_flight` micro-batches.
+
+    `on_host`: bytes of a micro-batch's layers that are on the host. `has_head`: whether the stage has the LM head.
     """
     by_kind = {kind: max(0, size) * in_flight for kind, size in recorded.layer_kinds(layers).items()}
-    shown = sum(by_kind.values())
-    by_kind = {kind: size - size * away * in_flight // max(1, shown) for kind, size in by_kind.items()}
-    shown = sum(by_kind.values())
-    if shown > peak:
+    recorded_bytes = max(1, sum(by_kind.values()))
+    by_kind = {kind: size - size * on_host * in_flight // recorded_bytes for kind, size in by_kind.items()}
+    on_device = sum(by_kind.values())
+    if on_device > peak:
         # Gradients grow as layers finish their backward pass: then most layers may keep nothing at the worst moment.
-        by_kind = {kind: size * peak // shown for kind, size in by_kind.items()}
+        by_kind = {kind: size * peak // on_device for kind, size in by_kind.items()}
     rest = peak - sum(by_kind.values())
-    before = (in_flight - 1) * recorded.kept(layers) - in_flight * away
-    at_head = has_head and before + recorded.at_head(layers) == peak
+    others = (in_flight - 1) * recorded.kept(layers) - in_flight * on_host
     logits = 0
-    if at_head:
+    if has_head and others + recorded.at_head(layers) == peak:
         logits = min(rest, recorded.at_head(layers) - recorded.trunk(layers))
     working = 0
     if not logits:
-        working = min(rest, max(0, peak - before - recorded.kept(layers)))
-    by_kind["working"] = working
-    by_kind["ends"] = rest - logits - working
-    return by_kind, logits
+        working = min(rest, max(0, peak - others - recorded.kept(layers)))
+    return _ActivationShares(by_kind=by_kind, logits=logits, working=working, ends=rest - logits - working)
 
 
 def _loading(framework: DeepSpeedSettings | TorchStates, params: RankParameters, tp: int) -> int:

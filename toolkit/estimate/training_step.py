@@ -13,7 +13,7 @@ from toolkit.estimate.caching_allocator import CachingAllocator, MemoryBlock, Ou
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.pipeline_buffers import PipelineBuffers
 from toolkit.estimate.rank_parameters import RankParameters
-from toolkit.estimate.recorded.recording import MONOMIALS, RankPass, Recording
+from toolkit.estimate.recorded.recording import RankPass, Recording, monomial_values, value_of
 from toolkit.estimate.recorded.recordings import recording
 from toolkit.estimate.states import ModelStates, TorchStates
 from toolkit.estimate.training_setup import TrainingSetup
@@ -55,14 +55,14 @@ class PassReplay:
         self._in_layer = in_layer
         self._allocator = allocator
         kinds = [recording.pattern[index] for index in layers]
-        values = tuple(b**i * s**j for i, j in MONOMIALS)
+        monomials = monomial_values(b, s)
         self._roles = [str(kind) for kind in kinds]
         self._ends = {"first": 0, "last": len(layers) - 1}
         for (role, layer), kind in zip(self._ends.items(), events.ends, strict=True):
             if layers and kinds[layer] == kind:
                 self._roles[layer] = role
         self._sizes = [
-            0 if index in events.casts and not casts else sum(map(int.__mul__, size, values)) // recording.unit
+            0 if index in events.casts and not casts else value_of(size, monomials) // recording.unit
             for index, size in enumerate(events.sizes)
         ]
         self._sections = {

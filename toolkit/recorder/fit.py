@@ -5,7 +5,15 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
-from toolkit.estimate.recorded.recording import MONOMIALS, PassSection, Polynomial, Recording, total
+from toolkit.estimate.recorded.recording import (
+    MONOMIALS,
+    PassSection,
+    Polynomial,
+    Recording,
+    monomial_values,
+    total,
+    value_of,
+)
 from toolkit.recorder.events import events_of
 from toolkit.recorder.trace import TracedSection
 
@@ -24,12 +32,8 @@ def _shape(section: TracedSection) -> Any:
 
 def fits(polynomials: Sequence[Polynomial], sizes: Sequence[int], at: Size) -> bool:
     """Whether polynomials give these sizes."""
-    return all(value(polynomial, at) == size for polynomial, size in zip(polynomials, sizes, strict=True))
-
-
-def value(polynomial: Polynomial, at: Size) -> int:
-    """Return the value of a polynomial for samples and positions."""
-    return sum(factor * at[0] ** i * at[1] ** j for factor, (i, j) in zip(polynomial, MONOMIALS, strict=True))
+    monomials = monomial_values(*at)
+    return all(value_of(polynomial, monomials) == size for polynomial, size in zip(polynomials, sizes, strict=True))
 
 
 def solve(points: Sequence[Size], values: Sequence[int]) -> Polynomial | None:
@@ -43,33 +47,38 @@ def solve(points: Sequence[Size], values: Sequence[int]) -> Polynomial | None:
         candidates += combinations(every, 1)
         candidates += combinations(every, 2)
     has_one_batch_size = len({b for b, _ in points}) == 1
-    full = tuple(at for at in every if MONOMIALS[at][0] == 0 or not has_one_batch_size)
+    # With one batch size, what grows with b cannot be told from what does not.
+    full = tuple(term for term in every if MONOMIALS[term][0] == 0 or not has_one_batch_size)
     if len(full) <= len(points):
         candidates.append(full)
+    monomials_at = [monomial_values(b, s) for b, s in points]
     for terms in candidates:
-        polynomial = _through(points, values, terms)
+        polynomial = _through(monomials_at, values, terms)
         if polynomial is not None:
             return polynomial
     return None
 
 
-def _through(points: Sequence[Size], values: Sequence[int], terms: Sequence[int]) -> Polynomial | None:
-    if len(terms) == 1:  # most are
-        (at,) = terms
-        powers = [b ** MONOMIALS[at][0] * s ** MONOMIALS[at][1] for b, s in points]
-        factor, rest = divmod(values[0], powers[0])
-        if rest or any(factor * power != value for power, value in zip(powers, values, strict=True)):
+def _through(monomials_at: Sequence[Sequence[int]], values: Sequence[int], terms: Sequence[int]) -> Polynomial | None:
+    """Return the polynomial with integer coefficients of these terms alone through all values; None if none is.
+
+    `monomials_at`: the values of all monomials at each point.
+    """
+    if len(terms) == 1:  # as most sizes have; by division, which takes less time
+        only_term = terms[0]
+        powers = [monomials[only_term] for monomials in monomials_at]
+        factor, remainder = divmod(values[0], powers[0])
+        if remainder or any(factor * power != value for power, value in zip(powers, values, strict=True)):
             return None
-        return tuple(factor if term == at else 0 for term in range(len(MONOMIALS)))
-    rows = [
-        [Fraction(b ** MONOMIALS[at][0] * s ** MONOMIALS[at][1]) for at in terms] + [Fraction(value)]
-        for (b, s), value in zip(points, values, strict=True)
-    ]
+        return tuple(factor if term == only_term else 0 for term in range(len(MONOMIALS)))
+    rows = []
+    for monomials, value in zip(monomials_at, values, strict=True):
+        rows.append([Fraction(monomials[term]) for term in terms] + [Fraction(value)])
     solved = _eliminated(rows, len(terms))
     if solved is None or any(coefficient.denominator != 1 for coefficient in solved):
         return None
     coefficients = dict(zip(terms, solved, strict=True))
-    return tuple(int(coefficients.get(at, 0)) for at in range(len(MONOMIALS)))
+    return tuple(int(coefficients.get(term, 0)) for term in range(len(MONOMIALS)))
 
 
 def _eliminated(rows: list[list[Fraction]], unknowns: int) -> list[Fraction] | None:

@@ -9,10 +9,10 @@ Dims: b samples, s positions of a rank's micro-batch.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from toolkit.config.layout import Layout, Recompute
 from toolkit.estimate.computation import Computation
@@ -158,6 +158,33 @@ class Events:
     """The kinds of the first and the last layer."""
     sections: Mapping[str, tuple[int | str, ...]]
 
+    def joined(self, other: "Events", *, kinds: int, other_has_last: bool) -> "Events":
+        """Return these events with those of the `other` recording's layers, of which one is the first layer.
+
+        `kinds`: kinds of layers that there are here; those of the other are numbered behind them. `other_has_last`:
+        whether the last layer is of the other recording too.
+        """
+        size_offset = len(self.sizes)
+        sections = dict(self.sections)
+        for name, events in other.sections.items():
+            direction, _, role = name.partition(" ")
+            if role.isdigit():
+                new_name = f"{direction} {kinds + int(role)}"
+            elif role == "first" or (role == "last" and other_has_last):
+                new_name = name
+            else:
+                continue
+            sections[new_name] = tuple(
+                event + size_offset if isinstance(event, int) and event >= 0 else event for event in events
+            )
+        last_kind = kinds + other.ends[1] if other_has_last else self.ends[1]
+        return Events(
+            sizes=self.sizes + other.sizes,
+            casts=(*self.casts, *(index + size_offset for index in other.casts)),
+            ends=(kinds + other.ends[0], last_kind),
+            sections=sections,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
@@ -190,42 +217,37 @@ class Recording:
 
     def at(self, b: int, s: int) -> "Activations":
         """The recording for micro-batches of b samples of s positions."""
-        values = tuple(b**i * s**j for i, j in MONOMIALS)
+        monomials = monomial_values(b, s)
 
-        def of(polynomial: Polynomial) -> int:
-            return sum(map(int.__mul__, polynomial, values)) // self.unit
+        def bytes_of(polynomial: Polynomial) -> int:
+            return value_of(polynomial, monomials) // self.unit
 
-        def step(section: PassSection) -> SectionBytes:
-            return SectionBytes(delta=of(section.delta), peak=max(map(of, section.peaks)))
+        def section_bytes(section: PassSection) -> SectionBytes:
+            return SectionBytes(delta=bytes_of(section.delta), peak=max(map(bytes_of, section.peaks)))
 
         return Activations(
             pattern=self.pattern,
-            embedding=step(self.embedding),
-            forward=tuple(map(step, self.forward)),
-            backward=tuple(map(step, self.backward)),
-            head=step(self.head),
-            loss=step(self.loss),
-            head_backward=step(self.head_backward),
-            embedding_backward=step(self.embedding_backward),
-            kinds=tuple({kind: of(size) for kind, size in sizes.items()} for sizes in self.kinds),
-            end_layers=tuple(map(of, self.end_layers)),
+            embedding=section_bytes(self.embedding),
+            forward=tuple(map(section_bytes, self.forward)),
+            backward=tuple(map(section_bytes, self.backward)),
+            head=section_bytes(self.head),
+            loss=section_bytes(self.loss),
+            head_backward=section_bytes(self.head_backward),
+            embedding_backward=section_bytes(self.embedding_backward),
+            kinds=tuple({part: bytes_of(size) for part, size in sizes.items()} for sizes in self.kinds),
+            end_layers=tuple(map(bytes_of, self.end_layers)),
         )
 
     def mixed(self, other: "Self", period: int) -> Self:
         """The recording of a model whose layers are those of `other` where their index is a multiple of `period`."""
-        kinds = len(self.forward)
-        offset = len(self.events.sizes)
+        own_kinds = len(self.forward)
         pattern = tuple(
-            kind if index % period else kinds + also
-            for index, (kind, also) in enumerate(zip(self.pattern, other.pattern, strict=True))
+            kind if index % period else own_kinds + other_kind
+            for index, (kind, other_kind) in enumerate(zip(self.pattern, other.pattern, strict=True))
         )
-        last = other if pattern[-1] >= kinds else self
-        sections: dict[str, tuple[int | str, ...]] = dict(self.events.sections)
-        for name, events in other.events.sections.items():
-            direction, _, role = name.partition(" ")
-            if role.isdigit() or role == "first" or (role == "last" and last is other):
-                moved = (event + offset if isinstance(event, int) and event >= 0 else event for event in events)
-                sections[f"{direction} {kinds + int(role)}" if role.isdigit() else name] = tuple(moved)
+        # The first layer, at index 0, is always of the other recording.
+        other_has_last = pattern[-1] >= own_kinds
+        last = other if other_has_last else self
         return replace(
             self,
             pattern=pattern,
@@ -233,12 +255,7 @@ class Recording:
             backward=self.backward + other.backward,
             kinds=self.kinds + other.kinds,
             end_layers=(other.end_layers[0], *last.end_layers[1:]),
-            events=Events(
-                sizes=self.events.sizes + other.events.sizes,
-                casts=(*self.events.casts, *(index + offset for index in other.events.casts)),
-                ends=(kinds + other.events.ends[0], last.events.ends[1] + (kinds if last is other else 0)),
-                sections=sections,
-            ),
+            events=self.events.joined(other.events, kinds=own_kinds, other_has_last=other_has_last),
         )
 
     def encoded(self) -> dict[str, Any]:
@@ -305,6 +322,19 @@ class SectionBytes:
     peak: int
 
 
+class Moment(NamedTuple):
+    """What is live at one moment of a micro-batch's pass, in bytes."""
+
+    activations: int
+    gradients: int = 0
+    """Gradients of weights that this pass has allocated so far."""
+
+    @property
+    def total(self) -> int:
+        """All bytes that are live."""
+        return self.activations + self.gradients
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Activations:
     """Bytes of one micro-batch on one rank. Fields as of Recording."""
@@ -322,6 +352,21 @@ class Activations:
     kinds: tuple[Mapping[str, int], ...] = field(repr=False)
     end_layers: tuple[int, ...]
 
+    @property
+    def _first_forward_beyond(self) -> int:
+        """Bytes that the forward pass of the first layer leaves beyond that of an inner one."""
+        return self.end_layers[0]
+
+    @property
+    def _last_forward_beyond(self) -> int:
+        """Bytes that the forward pass of the last layer leaves beyond that of an inner one."""
+        return self.end_layers[1]
+
+    @property
+    def _last_backward_beyond(self) -> int:
+        """Bytes that the backward pass of the last layer leaves beyond that of an inner one."""
+        return self.end_layers[2]
+
     def kept(self, layers: range) -> int:
         """Bytes that are live when the forward pass ends: what its backward pass needs, and what is returned."""
         return self.trunk(layers) + self.head.delta + self.loss.delta
@@ -331,11 +376,13 @@ class Activations:
         return self._of_layers(layers)[0]
 
     def forward_peak(self, layers: range, *, casts: Sequence[int], offloaded: bool = False) -> int:
-        """The most that is live before the loss, with autocast's copies of each layer's weights, in bytes."""
-        made = [0, *accumulate(casts, initial=0)]
-        away = self.offloaded(layers) if offloaded else [0] * len(made)
-        parts = zip(self._forward_moments(layers), made, away[: len(made)], strict=True)
-        return max(live + cast - gone for live, cast, gone in parts)
+        """Return the most that is live before the loss, with autocast's copies of each layer's weights, in bytes."""
+        live = self._forward_moments(layers)
+        copies = [0, *accumulate(casts, initial=0)]
+        if not offloaded:
+            return max(size + copied for size, copied in zip(live, copies, strict=True))
+        on_host = self.offloaded(layers)[: len(copies)]
+        return max(size + copied - away for size, copied, away in zip(live, copies, on_host, strict=True))
 
     def worst_moment(
         self,
@@ -346,8 +393,8 @@ class Activations:
         casts_to_come: Sequence[int] = (),
         offloaded: bool = False,
         in_layer: int = 0,
-    ) -> tuple[int, int]:
-        """The most that is live at once on a stage with these layers, and its part that is gradients of weights.
+    ) -> Moment:
+        """Return the moment at which most is live on a stage with these layers.
 
         `in_flight`: micro-batches whose activations are kept. `gradients_kept`: bytes of each layer's gradients, if
         this backward pass allocates them; each finished layer adds its own. `casts_to_come`: bytes of autocast's copies
@@ -355,30 +402,44 @@ class Activations:
         layers keep goes to the host. `in_layer`: bytes in the backward pass of a layer, which the recording lacks.
         """
         moments = [
-            (moment - to_come, 0)
-            for moment, to_come in zip_longest(self._forward_moments(layers), casts_to_come, fillvalue=0)
+            Moment(activations=live - to_come)
+            for live, to_come in zip_longest(self._forward_moments(layers), casts_to_come, fillvalue=0)
         ]
-        level = self.trunk(layers) + self.head.delta
-        moments.append((level + self.loss.peak, 0))
-        level += self.loss.delta
-        moments.append((level + self.head_backward.peak, 0))
-        level += self.head_backward.delta
-        before = len(moments)
-        finished = 0
-        sizes = gradients_kept or [0] * len(layers)
-        for kind, size in zip(reversed(self._kinds(layers)), reversed(sizes), strict=True):
-            step = self.backward[kind]
-            moments.append((level + step.peak + in_layer, finished))
-            level += step.delta + (0 if len(moments) > before + 1 else self.end_layers[2])
-            finished += size
-        moments.append((level + self.embedding_backward.peak, finished))
-        away = self.offloaded(layers)
-        waiting = (in_flight - 1) * self.kept(layers)
+        moments.append(Moment(activations=self._at_loss(layers)))
+        moments += self._backward_moments(layers, gradients_kept=gradients_kept or [0] * len(layers), in_layer=in_layer)
+        others = (in_flight - 1) * self.kept(layers)
         if offloaded:
-            moments = [(live - gone, made) for (live, made), gone in zip(moments, away, strict=True)]
-            waiting -= (in_flight - 1) * max(away)
-        live, gradients = max(moments, key=sum)
-        return waiting + live + gradients, gradients
+            on_host = self.offloaded(layers)
+            moments = [
+                Moment(activations=moment.activations - away, gradients=moment.gradients)
+                for moment, away in zip(moments, on_host, strict=True)
+            ]
+            others -= (in_flight - 1) * max(on_host)
+        worst = max(moments, key=lambda moment: moment.total)
+        return Moment(activations=worst.activations + others, gradients=worst.gradients)
+
+    def _at_loss(self, layers: range) -> int:
+        """Return the most that is live while the loss is computed."""
+        return self.trunk(layers) + self.head.delta + self.loss.peak
+
+    def _backward_moments(self, layers: range, *, gradients_kept: Sequence[int], in_layer: int) -> Iterator[Moment]:
+        """Yield the worst moment of the backward pass of the head, of each layer from the last one, and of what is
+        before them. The arguments are as of `worst_moment`.
+        """
+        live = self.kept(layers)
+        yield Moment(activations=live + self.head_backward.peak)
+        live += self.head_backward.delta
+        gradients = 0
+        is_last = True
+        for kind, layer_gradients in zip(reversed(self._kinds(layers)), reversed(gradients_kept), strict=True):
+            section = self.backward[kind]
+            yield Moment(activations=live + section.peak + in_layer, gradients=gradients)
+            live += section.delta
+            if is_last:
+                live += self._last_backward_beyond
+            is_last = False
+            gradients += layer_gradients
+        yield Moment(activations=live + self.embedding_backward.peak, gradients=gradients)
 
     def offloaded(self, layers: range) -> list[int]:
         """Bytes on the host at each moment: while a layer runs, what was kept by those before the one before it."""
@@ -388,8 +449,8 @@ class Activations:
         return [0, *running, *[sums[max(0, count - 1)]] * 3, *reversed(running), 0]
 
     def peak_with_loss(self, layers: range) -> int:
-        """The most that is live in the forward pass of a micro-batch, with its loss."""
-        return max(*self._forward_moments(layers), self.trunk(layers) + self.head.delta + self.loss.peak)
+        """Return the most that is live in the forward pass of a micro-batch, with its loss."""
+        return max(*self._forward_moments(layers), self._at_loss(layers))
 
     def without_gradients(self, layers: range) -> int:
         """The most that is live behind the embedding in a forward pass that keeps nothing, the head aside.
@@ -400,18 +461,12 @@ class Activations:
         return max(self.embedding.peak, self.embedding.delta + max(peaks, default=0))
 
     def backward_peak(self, layers: range, *, in_layer: int = 0) -> int:
-        """The most that is live in the backward pass of a micro-batch, the sums of gradients of weights aside.
+        """Return the most that is live in the backward pass of a micro-batch, without sums of gradients of weights.
 
         `in_layer`: bytes in the backward pass of a layer, which the recording lacks.
         """
-        level = self.kept(layers)
-        moments = [level + self.head_backward.peak]
-        level += self.head_backward.delta
-        for number, kind in enumerate(reversed(self._kinds(layers))):
-            step = self.backward[kind]
-            moments.append(level + step.peak + in_layer)
-            level += step.delta + (0 if number else self.end_layers[2])
-        return max(*moments, level + self.embedding_backward.peak)
+        moments = self._backward_moments(layers, gradients_kept=[0] * len(layers), in_layer=in_layer)
+        return max(moment.activations for moment in moments)
 
     def left(self, layers: range) -> int:
         """Bytes that are live behind the backward pass, of which a split one leaves more than a whole one.
@@ -420,7 +475,7 @@ class Activations:
         """
         level = self.kept(layers) + self.head_backward.delta + self.embedding_backward.delta
         level += sum(self.backward[kind].delta for kind in self._kinds(layers))
-        return level + (self.end_layers[2] if layers else 0)
+        return level + (self._last_backward_beyond if layers else 0)
 
     def at_head(self, layers: range) -> int:
         """The most that is live from the head's forward pass to the end of its backward pass."""
@@ -442,17 +497,35 @@ class Activations:
             parts = dict.fromkeys(part for kind in counts for part in self.kinds[kind])
             by_part = {part: sum(self.kinds[kind].get(part, 0) * n for kind, n in counts.items()) for part in parts}
             live = sum(self.forward[kind].delta * n for kind, n in counts.items())
-            self._kept[layers] = by_part, live + (self.end_layers[0] + self.end_layers[1] if layers else 0)
+            if layers:
+                live += self._first_forward_beyond + self._last_forward_beyond
+            self._kept[layers] = by_part, live
         return self._kept[layers]
 
     def _forward_moments(self, layers: range) -> list[int]:
-        level = self.embedding.delta
+        """Return the most that is live before the layers, in each of them, and in the head, in bytes."""
         moments = [self.embedding.peak]
-        for number, kind in enumerate(self._kinds(layers)):
-            step = self.forward[kind]
-            moments.append(level + step.peak)
-            level += step.delta + (0 if number else self.end_layers[0])
-        return [*moments, self.trunk(layers) + self.head.peak]
+        live = self.embedding.delta
+        is_first = True
+        for kind in self._kinds(layers):
+            section = self.forward[kind]
+            moments.append(live + section.peak)
+            live += section.delta
+            if is_first:
+                live += self._first_forward_beyond
+            is_first = False
+        moments.append(self.trunk(layers) + self.head.peak)
+        return moments
+
+
+def monomial_values(b: int, s: int) -> tuple[int, ...]:
+    """Return the values of 1, b, s, bs, s^2, bs^2."""
+    return tuple(b**b_power * s**s_power for b_power, s_power in MONOMIALS)
+
+
+def value_of(polynomial: Polynomial, monomials: Sequence[int]) -> int:
+    """Return a polynomial's value, given the values of its monomials."""
+    return sum(map(int.__mul__, polynomial, monomials))
 
 
 def total(sizes: Iterable[Polynomial]) -> Polynomial:
