@@ -7,7 +7,7 @@ of a weight, of an accumulated gradient and of a gradient in transit.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Self
 
@@ -266,7 +266,7 @@ def _zero12_buckets(settings: DeepSpeedSettings) -> _Zero12Buckets:
 
 
 def _boundary(group: ParameterGroup, offset: int) -> tuple[int, int]:
-    """(first, behind last) element of the parameter that holds element `offset`."""
+    """Return the first element of the parameter that holds element `offset`, and the first behind it."""
     before = 0
     for sizes, times in group.runs:
         period = sum(sizes)
@@ -306,118 +306,164 @@ def _zero12_update(
 
 
 def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> ModelStates:
-    """DeepSpeedZeroOptimizer_Stage3: sharded weights, gradients, masters and moments; small weights replicated."""
-    w = s.model_bytes
-    a = s.accumulation_bytes
+    """Return the states of DeepSpeedZeroOptimizer_Stage3.
+
+    Weights, gradients, masters and moments are sharded; weights of at most `persistence_threshold` elements are
+    replicated.
+    """
+    weight_bytes = s.model_bytes
     shards = _shards(params.groups, dp)
     frozen_shards = _shards((params.frozen,), dp)
-    held = shards + frozen_shards
+    sub_groups = [(group, size) for group in params.groups for size in _sub_groups(group, dp, s.sub_group_size)]
     # A single rank uses its shard as the parameter, if both are on the same device.
     gathers = dp > 1 or (s.offload_params and s.device != "cpu")
-    whole = _persistent(params, s.persistence_threshold, dp) if gathers else 0
-    sub_groups = [(group, size) for group in params.groups for size in _sub_groups(group, dp, s.sub_group_size)]
-    bucket = s.communication_bytes * s.reduce_bucket_size if s.contiguous_gradients else 0
-    # ZeRO++'s second partition is made in the forward pass and dropped after the update, but for frozen weights.
-    second = 0
-    second_of_frozen = 0
-    if s.hpz > 1:
-        second = w * dp * _gathered_shards(params, s.persistence_threshold, dp) // s.hpz
-        second_of_frozen = w * dp * frozen_shards // s.hpz
-    offload = s.offload_optimizer
-    updated = {
-        "masters": 4 * shards,
-        "optimizer": _moments(s, params, [(group, size, 1) for group, size in sub_groups]),
-    }
-    on_device = w * (whole + (0 if s.offload_params else held)) + second_of_frozen
-    on_host = {"parameters": w * held if s.offload_params else 0, "gradients": 0}
-    if offload:
-        on_host |= {"gradients": (a + 4) * shards, **updated}
-    on_nvme, staged, waiting = _in_files(s, params, dp, [size for _, size in sub_groups], on_host)
+    replicated = _persistent(params, s.persistence_threshold, dp) if gathers else 0
+    second = _second_partition(s, params, dp)
+    sharded_weights = weight_bytes * (shards + frozen_shards)
+    updated = StateBytes(
+        masters=4 * shards,
+        optimizer=_moments(s, params, [(group, size, 1) for group, size in sub_groups]),
+        gradients=s.accumulation_bytes * shards,
+    )
+    on_device = StateBytes() if s.offload_optimizer else updated
+    on_host = StateBytes(parameters=sharded_weights if s.offload_params else 0)
+    if s.offload_optimizer:
+        # Beside the accumulated gradients there are fp32 ones, from which the optimizer updates.
+        on_host = replace(updated, parameters=on_host.parameters, gradients=updated.gradients + 4 * shards)
+    files = _Files.of(s, params, dp, [size for _, size in sub_groups])
     update = 0
-    if not offload:
+    if not s.offload_optimizer:
         update = max(_zero3_update(s, params, group, size, dp) for group, size in sub_groups)
+    weights_on_device = weight_bytes * replicated + (0 if s.offload_params else sharded_weights)
     return ModelStates(
-        resident=StateBytes(
-            parameters=on_device,
-            gradients=0 if offload else a * shards,
-            buckets=bucket,
-            model_buffers=params.buffers(s.model_bytes),
-            counters=1 + (4 if offload else 8),
-            **({} if offload else updated),
+        resident=replace(
+            on_device,
+            parameters=weights_on_device + second.frozen,
+            buckets=s.communication_bytes * s.reduce_bucket_size if s.contiguous_gradients else 0,
+            model_buffers=params.buffers(weight_bytes),
+            counters=1 + (4 if s.offload_optimizer else 8),
         ),
-        host=StateBytes(**on_host, buckets=staged),
-        nvme=StateBytes(**on_nvme),
-        host_complete=8 * params.count if offload else 0,
+        host=files.left_of(on_host),
+        nvme=files.written,
+        host_complete=8 * params.count if s.offload_optimizer else 0,
         buckets=_scattering(s, params, params.largest_early),
-        gathered=(w * _gathered(s, params) if gathers else 0) + second,
-        last_gradient=w * params.largest_trained + _scattering(s, params, params.largest_trained),
-        reduction=second + waiting,
-        complete=waiting,
-        step=second + waiting + update,
+        gathered=(weight_bytes * _gathered(s, params) if gathers else 0) + second.trained,
+        last_gradient=weight_bytes * params.largest_trained + _scattering(s, params, params.largest_trained),
+        reduction=second.trained + files.waiting_gradients,
+        complete=files.waiting_gradients,
+        step=second.trained + files.waiting_gradients + update,
     )
 
 
-def _in_files(
-    s: DeepSpeedSettings, params: RankParameters, dp: int, sub_groups: list[int], on_host: dict[str, int]
-) -> tuple[dict[str, int], int, int]:
-    """Move from `on_host` to NVMe what is written to files: its bytes there, of buffers, and of waiting gradients.
+@dataclass(frozen=True, kw_only=True)
+class _SecondPartition:
+    """Bytes of ZeRO++'s second partition of the weights, within groups of `hpz` ranks; 0 without it."""
+
+    trained: int
+    """Of weights that train: made in the forward pass, and dropped after the update."""
+    frozen: int
+    """Of frozen weights, whose partition stays."""
+
+
+def _second_partition(s: DeepSpeedSettings, params: RankParameters, dp: int) -> _SecondPartition:
+    if s.hpz <= 1:
+        return _SecondPartition(trained=0, frozen=0)
+    return _SecondPartition(
+        trained=s.model_bytes * dp * _gathered_shards(params, s.persistence_threshold, dp) // s.hpz,
+        frozen=s.model_bytes * dp * _shards((params.frozen,), dp) // s.hpz,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Files:
+    """Model states of ZeRO-3 that are written to files on NVMe, in bytes.
 
     Sub-groups of masters and moments, a parameter's gradients and shards have files if they have `file_bytes`, padded
     to the alignment. Gradients are written up to the last multiple of it: the rest, and with it the memory of all,
     waits on the device for the update.
     """
-    on_nvme: dict[str, int] = {}
-    staged = 0
-    waiting = 0
 
-    def aligned(elements: int, size: int) -> int:
-        unit = s.file_alignment // size
-        return size * -(-elements // unit) * unit
+    written: StateBytes
+    """Bytes in files, padding included."""
+    moved: StateBytes
+    """Bytes in host memory that files save, less what stands there for weights in files."""
+    staging: int
+    """Buffers in host memory, through which files are read and written."""
+    waiting_gradients: int
+    """Gradients that wait on the device."""
 
-    if s.nvme_optimizer:
-        filed = [size for size in sub_groups if 4 * size >= s.file_bytes]
-        masters = sum(aligned(size, 4) for size in filed)
-        on_nvme |= {"masters": masters, "optimizer": s.moments * masters, "gradients": 0}
-        on_host["masters"] -= 4 * sum(filed)
-        on_host["optimizer"] -= 4 * s.moments * sum(filed)
-        on_host["gradients"] -= 4 * sum(filed)
-        for group in params.groups:
-            for size, count in group.shards(dp):
-                rest = 4 * size % s.file_alignment if 4 * size >= s.file_bytes else 4 * size
-                on_nvme["gradients"] += (4 * size - rest) * count
-                waiting += 4 * size * count if rest and s.device != "cpu" else 0
-        staged += s.optimizer_buffers * aligned(max(sub_groups), 4)
-    if s.nvme_params:
-        w = s.model_bytes
-        on_nvme["parameters"] = 0
-        for group in (*params.groups, params.frozen):
-            for size, count in group.shards(dp):
-                if w * size >= s.file_bytes:
-                    on_nvme["parameters"] += aligned(size, w) * count
-                    on_host["parameters"] -= w * size * count
-        on_host["parameters"] += w * len(params.groups) + 2  # what stands for weights that are not there
-        # The buffers for reading, and one for writing back what the largest sub-group updates.
-        staged += aligned(s.param_buffer_elements, w) + _largest_padded(s, params, dp, w)
-    return on_nvme, staged, waiting
+    @classmethod
+    def of(cls, s: DeepSpeedSettings, params: RankParameters, dp: int, sub_groups: Sequence[int]) -> Self:
+        """Return the files of a rank, which updates its parameters in `sub_groups` of so many elements."""
+        written = StateBytes()
+        moved = StateBytes()
+        staging = 0
+        waiting_gradients = 0
+        if s.nvme_optimizer:
+            filed_sub_groups = [size for size in sub_groups if 4 * size >= s.file_bytes]
+            masters = sum(_aligned(s, size, 4) for size in filed_sub_groups)
+            moved_bytes = 4 * sum(filed_sub_groups)
+            gradients = 0
+            for group in params.groups:
+                for size, count in group.shards(dp):
+                    rest = 4 * size % s.file_alignment if 4 * size >= s.file_bytes else 4 * size
+                    gradients += (4 * size - rest) * count
+                    if rest and s.device != "cpu":
+                        waiting_gradients += 4 * size * count
+            written = StateBytes(masters=masters, optimizer=s.moments * masters, gradients=gradients)
+            moved = StateBytes(masters=moved_bytes, optimizer=s.moments * moved_bytes, gradients=moved_bytes)
+            staging += s.optimizer_buffers * _aligned(s, max(sub_groups), 4)
+        if s.nvme_params:
+            weight_bytes = s.model_bytes
+            shards = [shard for group in (*params.groups, params.frozen) for shard in group.shards(dp)]
+            filed_shards = [(size, count) for size, count in shards if weight_bytes * size >= s.file_bytes]
+            stand_ins = weight_bytes * len(params.groups) + 2
+            moved_weights = weight_bytes * sum(size * count for size, count in filed_shards)
+            written = replace(
+                written, parameters=sum(_aligned(s, size, weight_bytes) * count for size, count in filed_shards)
+            )
+            moved = replace(moved, parameters=moved_weights - stand_ins)
+            # The buffers for reading, and one for writing back what the largest sub-group updates.
+            staging += _aligned(s, s.param_buffer_elements, weight_bytes)
+            staging += _largest_padded(s, params, dp, weight_bytes)
+        return cls(written=written, moved=moved, staging=staging, waiting_gradients=waiting_gradients)
+
+    def left_of(self, on_host: StateBytes) -> StateBytes:
+        """Return what is left in host memory of states that would be there without files."""
+        return replace(
+            on_host,
+            parameters=on_host.parameters - self.moved.parameters,
+            gradients=on_host.gradients - self.moved.gradients,
+            masters=on_host.masters - self.moved.masters,
+            optimizer=on_host.optimizer - self.moved.optimizer,
+            buckets=self.staging,
+        )
 
 
-def _largest_padded(s: DeepSpeedSettings, params: RankParameters, dp: int, size: int) -> int:
-    """Bytes of the largest sub-group where each shard is padded to the alignment of files."""
-    unit = s.file_alignment // size
-    largest = 0
-    padded = 0
+def _aligned(s: DeepSpeedSettings, elements: int, element_bytes: int) -> int:
+    """Return the bytes of elements, padded to the alignment of files."""
+    unit = s.file_alignment // element_bytes
+    return element_bytes * -(-elements // unit) * unit
+
+
+def _largest_padded(s: DeepSpeedSettings, params: RankParameters, dp: int, element_bytes: int) -> int:
+    """Return the bytes of the largest sub-group where each shard is padded to the alignment of files."""
+    largest_numel = 0
+    largest_bytes = 0
     for group in params.groups:
-        elements = rows = 0
-        for numel in group:
-            shard = -(-numel * group.ep // dp)
-            elements += shard
-            rows += -(-shard // unit) * unit
-            if elements > largest:
-                largest = elements
-                padded = rows
-            if elements >= s.sub_group_size:
-                elements = rows = 0
-    return size * padded
+        numel = 0
+        padded_bytes = 0
+        for parameter_numel in group:
+            shard = -(-parameter_numel * group.ep // dp)
+            numel += shard
+            padded_bytes += _aligned(s, shard, element_bytes)
+            if numel > largest_numel:
+                largest_numel = numel
+                largest_bytes = padded_bytes
+            if numel >= s.sub_group_size:
+                numel = 0
+                padded_bytes = 0
+    return largest_bytes
 
 
 @lru_cache(maxsize=8192)
@@ -428,16 +474,23 @@ def _shards(groups: tuple[ParameterGroup, ...], dp: int) -> int:
 
 def _gathered_shards(params: RankParameters, threshold: int, dp: int) -> int:
     """Elements of this rank's shards of what trains and is not replicated."""
-    sizes = (pair for group in params.groups for pair in zip(group.counted, group.shards(dp), strict=True))
-    return sum(size * count for (numel, _), (size, count) in sizes if numel > threshold)
+    gathered = 0
+    for group in params.groups:
+        for (numel, count), (shard, _) in zip(group.counted, group.shards(dp), strict=True):
+            if numel > threshold:
+                gathered += shard * count
+    return gathered
 
 
 @lru_cache(maxsize=4096)
 def _persistent(params: RankParameters, threshold: int, dp: int) -> int:
     """Elements of the replicated parameters, each with the padding of its shards."""
-    groups = (*params.groups, params.frozen)
-    small = ((-(-n * g.ep // dp) * dp // g.ep, count) for g in groups for n, count in g.counted if n <= threshold)
-    return sum(size * count for size, count in small)
+    replicated = 0
+    for group in (*params.groups, params.frozen):
+        for (numel, count), (shard, _) in zip(group.counted, group.shards(dp), strict=True):
+            if numel <= threshold:
+                replicated += shard * dp // group.ep * count
+    return replicated
 
 
 @lru_cache(maxsize=8192)
@@ -468,8 +521,12 @@ def _moments(s: DeepSpeedSettings, params: RankParameters, tensors: list[tuple[P
     if s.factored:
         return 4 * params.factors
     hidden = [(elements, count) for group, elements, count in tensors if group.is_hidden]
-    of_hidden = moments_8bit(hidden) if s.hidden_in_8_bits else sum(4 * elements * count for elements, count in hidden)
-    return of_hidden + s.optimizer_bytes((n, count) for group, n, count in tensors if not group.is_hidden)
+    others = [(elements, count) for group, elements, count in tensors if not group.is_hidden]
+    if s.hidden_in_8_bits:
+        of_hidden = moments_8bit(hidden)
+    else:  # Muon's momentum
+        of_hidden = sum(4 * elements * count for elements, count in hidden)
+    return of_hidden + s.optimizer_bytes(others)
 
 
 def _temporaries(s: DeepSpeedSettings, params: RankParameters, sizes: list[tuple[ParameterGroup, int]], dp: int) -> int:
@@ -485,8 +542,10 @@ def _temporaries(s: DeepSpeedSettings, params: RankParameters, sizes: list[tuple
     if not s.muon:
         return copied
     share = sum(group.numel for group in params.groups if group.is_hidden) // dp
-    largest = max((matrix.numel for matrix in params.hidden_matrices), default=0)
-    return max(copied, 6 * (4 if s.precision == "fp32" else 2) * max(largest, min(share, UPDATE_CHUNK_ELEMENTS)))
+    largest_matrix = max((matrix.numel for matrix in params.hidden_matrices), default=0)
+    elements_at_once = max(largest_matrix, min(share, UPDATE_CHUNK_ELEMENTS))
+    element_bytes = 4 if s.precision == "fp32" else 2
+    return max(copied, 6 * element_bytes * elements_at_once)
 
 
 def _gathered(s: DeepSpeedSettings, params: RankParameters) -> int:
