@@ -10,8 +10,11 @@ from toolkit.config.update_chunk import UPDATE_CHUNK_ELEMENTS
 from toolkit.estimate.rank_parameters import RankParameters
 
 _LEAST_8BIT = 4096
+"""Elements of the smallest tensor whose moments take one byte each."""
 _BLOCK = 256
+"""Elements that share a scale."""
 _CODES = 256
+"""Numbers that a byte stands for."""
 
 
 def moments_8bit(tensors: Iterable[tuple[int, int]]) -> int:
@@ -21,8 +24,14 @@ def moments_8bit(tensors: Iterable[tuple[int, int]]) -> int:
     codes for each moment. Source: bitsandbytes 0.50, optim/optimizer.py, Optimizer2State.init_state. torchao 0.18
     (optim/adam.py, _new_buffer) has a table for every tensor, and keeps what is no multiple of a block as it is.
     """
-    sizes = ((8 * n if n < _LEAST_8BIT else 2 * n + 8 * -(-n // _BLOCK)) * count for n, count in tensors)
-    return sum(sizes) + 2 * 4 * _CODES
+    total = 2 * 4 * _CODES
+    for numel, count in tensors:
+        if numel < _LEAST_8BIT:
+            tensor_bytes = 2 * 4 * numel
+        else:
+            tensor_bytes = 2 * numel + 2 * 4 * -(-numel // _BLOCK)
+        total += tensor_bytes * count
+    return total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,53 +147,82 @@ class TorchStates:
         return self.gathered_bytes or self.weight_bytes
 
     def states(self, params: RankParameters, *, shards: int, accumulation: int = 2) -> ModelStates:
-        """The states of one rank whose replicas are `shards` ranks, with `accumulation` micro-batches a step."""
-        sharded = self.gathered_bytes > 0
-        elements = params.trained
-        # Experts that replicas share out are sharded over those that have the same ones.
-        routed = sum(group.numel for group in params.groups if group.ep > 1)
-        alike = max([1, *(shards // group.ep for group in params.groups if group.ep > 1)])
-        if sharded:
-            held = -(-(elements - routed) // shards) + -(-routed // alike)
-            frozen = -(-params.frozen.numel // shards)
-        else:
-            held = elements
-            frozen = params.frozen.numel
-        w = self.trained_bytes or self.weight_bytes
-        gradients = w * held
-        root = params.numel - sum(params.layer_numels)
-        unit = min(max(params.trained_layer, params.largest_trained), elements)
-        if self.in_8_bits or self.hidden_in_8_bits:
-            rounded = [group for group in params.groups if self.in_8_bits or group.is_hidden]
-            runs = [run for group in rounded for run in group.runs]
-            runs = runs[1:] if self.fp32_embeddings else runs  # the first ones are matrices in front of the layers
-            sizes = [(-(-n // shards) if sharded else n, times) for sizes, times in runs for n in sizes]
-            moments = moments_8bit(sizes) + 8 * max(0, held - sum(n * times for n, times in sizes))
-        else:
-            matrices = sum(matrix.numel * matrix.count for matrix in params.hidden_matrices) if self.muon else 0
-            alone = -(-matrices // shards) if sharded else matrices
-            if self.factored:
-                moments = w * params.factors
-            else:
-                moments = w * (self.moments * (held - alone) + alone)
-        update = 0
-        if self.factored:
-            update = update_of_factored(params)
-        elif self.muon:
-            updates = ((w + 4) * matrix.numel + 4 * matrix.side**2 for matrix in params.hidden_matrices)
-            update = max(updates, default=0)
+        """Return the states of one rank whose replicas are `shards` ranks, with `accumulation` micro-batches a step."""
+        trained_numel = self._trained_numel(params, shards)
+        frozen_numel = -(-params.frozen.numel // shards) if self._is_sharded else params.frozen.numel
+        gradients = self._trained_itemsize * trained_numel
+        outside = params.numel - sum(params.layer_numels)
+        largest_unit = min(max(params.trained_layer, params.largest_trained), params.trained)
+        makes_gradients = accumulation == 1 and not self._is_sharded
         return ModelStates(
             resident=StateBytes(
-                parameters=w * held + self.weight_bytes * frozen,
-                optimizer=moments,
-                buckets=w * elements if self.has_buckets else 0,
+                parameters=gradients + self.weight_bytes * frozen_numel,
+                optimizer=self._moment_bytes(params, trained_numel, shards),
+                buckets=self._trained_itemsize * params.trained if self.has_buckets else 0,
                 model_buffers=params.buffer_bytes,
             ),
             accumulated=gradients if accumulation > 1 else 0,
-            fresh_layer=0 if sharded or accumulation > 1 else w * params.trained_layer,
+            fresh_layer=self._trained_itemsize * params.trained_layer if makes_gradients else 0,
             # A layer's gradients while they are reduce-scattered, as they come and in the weights' dtype.
-            buckets=(self.gathered_bytes + w) * unit if sharded else 0,
-            gathered=self.gathered_bytes * min(root + 2 * params.layer_numel, params.numel),
+            buckets=(self.gathered_bytes + self._trained_itemsize) * largest_unit if self._is_sharded else 0,
+            gathered=self.gathered_bytes * min(outside + 2 * params.layer_numel, params.numel),
             complete=gradients,
-            step=gradients + update,
+            step=gradients + self._update_bytes(params),
         )
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether FSDP2 shards weights, gradients and moments."""
+        return self.gathered_bytes > 0
+
+    @property
+    def _trained_itemsize(self) -> int:
+        """Bytes of an element that trains, and of its gradient."""
+        return self.trained_bytes or self.weight_bytes
+
+    def _trained_numel(self, params: RankParameters, shards: int) -> int:
+        """Return the elements that train which a rank keeps: all of its own, or its shards of them."""
+        if not self._is_sharded:
+            return params.trained
+        # Experts that replicas share out are sharded over those that have the same ones.
+        of_experts = [group for group in params.groups if group.ep > 1]
+        expert_numel = sum(group.numel for group in of_experts)
+        expert_shards = max([1, *(shards // group.ep for group in of_experts)])
+        return -(-(params.trained - expert_numel) // shards) + -(-expert_numel // expert_shards)
+
+    def _moment_bytes(self, params: RankParameters, trained_numel: int, shards: int) -> int:
+        """Return the bytes of the moments of a rank that keeps so many elements that train."""
+        if self.in_8_bits or self.hidden_in_8_bits:
+            return self._moments_in_8_bits(params, trained_numel, shards)
+        if self.factored:
+            return self._trained_itemsize * params.factors
+        matrices = 0
+        if self.muon:
+            matrices = sum(matrix.numel * matrix.count for matrix in params.hidden_matrices)
+        if self._is_sharded:
+            matrices = -(-matrices // shards)
+        return self._trained_itemsize * (self.moments * (trained_numel - matrices) + matrices)
+
+    def _moments_in_8_bits(self, params: RankParameters, trained_numel: int, shards: int) -> int:
+        """Return the bytes of moments of which some take one byte an element, and all others fp32."""
+        groups = [group for group in params.groups if self.in_8_bits or group.is_hidden]
+        runs = [run for group in groups for run in group.runs]
+        if self.fp32_embeddings:
+            runs = runs[1:]  # the first ones are matrices in front of the layers
+        tensors = []
+        for sizes, times in runs:
+            for size in sizes:
+                tensors.append((-(-size // shards) if self._is_sharded else size, times))
+        in_fp32 = max(0, trained_numel - sum(size * times for size, times in tensors))
+        return moments_8bit(tensors) + 8 * in_fp32
+
+    def _update_bytes(self, params: RankParameters) -> int:
+        """Return the bytes of the update's temporaries, beside the gradients."""
+        if self.factored:
+            return update_of_factored(params)
+        if not self.muon:
+            return 0
+        updates = (
+            (self._trained_itemsize + 4) * matrix.numel + 4 * matrix.side**2 for matrix in params.hidden_matrices
+        )
+        return max(updates, default=0)
