@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from toolkit.config.pipeline_messages import Message, messages, sent_by, taken_before, taken_by
-from toolkit.config.pipeline_schedules import Schedule
+from toolkit.config.pipeline_schedules import Pass, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,60 +55,89 @@ def schedule_peak(schedule: Schedule, rank: int, stages: Mapping[int, StageBytes
 
     Known error: while the first backward pass of a stage runs, none of its gradients is counted.
     """
-    rank_of = schedule.rank_of
-    last = len(rank_of) - 1
-    splits = {(stage, micro_batch) for kind, stage, micro_batch in schedule.orders[rank] if kind == "B"}
-    between = {other: _Between(schedule, rank, other) for other in {*rank_of} - {rank}}
-    kept: Counter[int] = Counter()
-    waiting: Counter[int] = Counter()
-    handed_on = 0
-    gradients: dict[int, int] = {}
+    held = _Held(schedule, rank, stages, hidden=hidden)
     worst: SchedulePeak | None = None
     for kind, stage, micro_batch in schedule.orders[rank]:
-        of_stage = stages[stage]
-        taken = taken_by(schedule, (kind, stage, micro_batch))
-        if taken is not None and rank_of[taken.sender] != rank:
-            between[rank_of[taken.sender]].take(taken)
-        if kind == "F":
-            at_work = of_stage.forward
-        elif kind == "W":
-            at_work = of_stage.weights
-            waiting[stage] -= 1
-        else:
-            at_work = of_stage.backward
-            kept[stage] -= 1
-            # The gradient that arrived is part of what the backward pass needs.
-            if stage < last and rank_of[stage + 1] == rank:
-                handed_on -= hidden
-        others = sum(count * stages[of].kept for of, count in kept.items())
-        others += sum(count * stages[of].waiting for of, count in waiting.items())
-        messages_kept = hidden * sum(pair.count for pair in between.values()) + handed_on
-        made = sum(gradients.values())
-        live = others + messages_kept + at_work
-        if worst is None or live + made > worst.live + worst.gradients:
-            worst = SchedulePeak(
-                live=live,
-                kept=+kept,
-                waiting=+waiting,
-                at_work=(kind, stage),
-                messages=messages_kept,
-                gradients=made,
-            )
-        if kind in ("W", "D"):
-            gradients[stage] = of_stage.gradients
-        sent = sent_by(schedule, (kind, stage, micro_batch))
-        if sent is not None and rank_of[sent.stage] != rank:
-            between[rank_of[sent.stage]].send(sent)
-        if kind == "F":
-            kept[stage] += 1
-            continue
-        if kind == "W":
-            continue
-        waiting[stage] += (stage, micro_batch) in splits
-        if stage > 0 and rank_of[stage - 1] == rank:
-            handed_on += hidden
+        held.begin(kind, stage, micro_batch)
+        moment = held.moment(kind, stage)
+        if worst is None or moment.live + moment.gradients > worst.live + worst.gradients:
+            worst = moment
+        held.end(kind, stage, micro_batch)
     assert worst is not None, "a rank has passes"
     return worst
+
+
+class _Held:
+    """What a rank holds as its passes go by: F, B with or without its W (then D), and W."""
+
+    def __init__(self, schedule: Schedule, rank: int, stages: Mapping[int, StageBytes], *, hidden: int) -> None:
+        self._schedule = schedule
+        self._rank = rank
+        self._stages = stages
+        self._hidden = hidden
+        others = {*schedule.rank_of} - {rank}
+        self._between = {other: _Between(schedule, rank, other) for other in others}
+        self._kept: Counter[int] = Counter()
+        """Micro-batches between F and B, by stage."""
+        self._waiting: Counter[int] = Counter()
+        """Micro-batches between B and W, by stage."""
+        self._handed_on = 0
+        """Bytes of gradients that one stage of the rank has handed on to another one."""
+        self._gradients: dict[int, int] = {}
+        """Bytes of the sums of gradients, by stage."""
+
+    def begin(self, kind: Pass, stage: int, micro_batch: int) -> None:
+        """Begin a pass: it takes what it needs of the others."""
+        taken = taken_by(self._schedule, (kind, stage, micro_batch))
+        if taken is not None:
+            sender = self._schedule.rank_of[taken.sender]
+            if sender != self._rank:
+                self._between[sender].take(taken)
+        if kind == "W":
+            self._waiting[stage] -= 1
+        elif kind != "F":
+            self._kept[stage] -= 1
+            # The gradient that arrived is part of what the backward pass needs.
+            if self._is_own(stage + 1):
+                self._handed_on -= self._hidden
+
+    def moment(self, kind: Pass, stage: int) -> SchedulePeak:
+        """Return what is live while a pass runs that has begun."""
+        in_stage = self._stages[stage]
+        at_work = {"F": in_stage.forward, "W": in_stage.weights}.get(kind, in_stage.backward)
+        kept = sum(count * self._stages[of].kept for of, count in self._kept.items())
+        waiting = sum(count * self._stages[of].waiting for of, count in self._waiting.items())
+        message_count = sum(pair.count for pair in self._between.values())
+        message_bytes = self._hidden * message_count + self._handed_on
+        return SchedulePeak(
+            live=kept + waiting + message_bytes + at_work,
+            kept=+self._kept,
+            waiting=+self._waiting,
+            at_work=(kind, stage),
+            messages=message_bytes,
+            gradients=sum(self._gradients.values()),
+        )
+
+    def end(self, kind: Pass, stage: int, micro_batch: int) -> None:
+        """End a pass: it sends its result, and leaves what a later pass needs."""
+        if kind in ("W", "D"):
+            self._gradients[stage] = self._stages[stage].gradients
+        sent = sent_by(self._schedule, (kind, stage, micro_batch))
+        if sent is not None:
+            receiver = self._schedule.rank_of[sent.stage]
+            if receiver != self._rank:
+                self._between[receiver].send(sent)
+        if kind == "F":
+            self._kept[stage] += 1
+        elif kind != "W":
+            if kind == "B":
+                self._waiting[stage] += 1
+            if self._is_own(stage - 1):
+                self._handed_on += self._hidden
+
+    def _is_own(self, stage: int) -> bool:
+        """Whether there is such a stage, and this rank has it."""
+        return 0 <= stage < len(self._schedule.rank_of) and self._schedule.rank_of[stage] == self._rank
 
 
 class _Between:
