@@ -134,7 +134,7 @@ def test_axolotls_yaml_becomes_a_recipe(tmp_path: Path) -> None:
     assert (recipe.model.lora.r, recipe.model.lora.alpha, recipe.model.lora.targets) == (16, 32, ("all-linear",))
     assert (recipe.batch.global_batch_size, recipe.optimizer.lr, recipe.precision) == (16, 2e-4, "bf16")
     assert (recipe.schedule.name, recipe.optimizer.name, recipe.data.eval_fraction) == ("cosine", "adamw8bit", 0.05)
-    assert [note.partition("=")[0] for note in done.notes[1:]] == ["special_tokens"]
+    assert [note.partition("=")[0] for note in done.notes[1:]] == ["save_strategy", "special_tokens"]
 
 
 def axolotl(tmp_path: Path, settings: dict[str, Any], *overrides: str, gpus: int = 2) -> WrittenRecipe:
@@ -145,6 +145,7 @@ def axolotl(tmp_path: Path, settings: dict[str, Any], *overrides: str, gpus: int
         "sequence_len": 64,
         "learning_rate": 1e-4,
         "max_steps": 10,
+        "save_strategy": "no",
     }
     (tmp_path / "axolotl.yaml").write_text(yaml.safe_dump(whole | settings))
     return recipe_of_setup(tmp_path / "axolotl.yaml", gpus=gpus, overrides=overrides)
@@ -184,6 +185,40 @@ def test_what_axolotls_yaml_does_not_say_is_axolotls_default(tmp_path: Path) -> 
     assert axolotl(tmp_path, sharded).recipe.precision == "bf16"
     with pytest.raises(ToolkitError, match=r"train\.steps=N, 1 x the samples"):
         axolotl(tmp_path, {"max_steps": None})
+
+
+def test_axolotl_saves_each_epoch_unless_its_yaml_says_otherwise(tmp_path: Path) -> None:
+    said = "save_strategy=epoch has no counterpart: give checkpoint.every=STEPS"
+    silent: dict[str, Any] = {"save_strategy": None}
+    done = axolotl(tmp_path, silent)
+    assert done.recipe.checkpoint.every == 0
+    assert said in done.notes
+    done = axolotl(tmp_path, silent, "checkpoint.every=5")
+    assert (done.recipe.checkpoint.every, done.recipe.checkpoint.keep) == (5, 4)
+    assert said not in done.notes
+    done = axolotl(tmp_path, silent | {"save_steps": 5, "save_total_limit": 2})
+    assert (done.recipe.checkpoint.every, done.recipe.checkpoint.keep) == (5, 2)
+    assert said not in done.notes
+    done = axolotl(tmp_path, silent | {"saves_per_epoch": 2})
+    assert done.recipe.checkpoint.every == 0
+    assert [note for note in done.notes if "save" in note] == [
+        "saves_per_epoch=2 has no counterpart: there are no epochs: give checkpoint.every=STEPS"
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["no", "epoch"])
+def test_a_limit_of_checkpoints_that_are_not_saved_by_steps_is_left_out(tmp_path: Path, strategy: str) -> None:
+    arguments = {"max_steps": 10, "save_strategy": strategy, "save_total_limit": 2}
+    assert recipe_of(tmp_path, arguments, *DATA).recipe.checkpoint.every == 0
+    assert recipe_of(tmp_path, arguments, *DATA, "checkpoint.every=5").recipe.checkpoint.keep == 2
+
+
+def test_axolotls_pure_bf16_keeps_weights_in_fp32_too_and_says_so(tmp_path: Path) -> None:
+    done = axolotl(tmp_path, {"bf16": "full"})
+    assert done.recipe.precision == "bf16"
+    (note,) = [note for note in done.notes if "bf16" in note]
+    assert note == "pure_bf16=True has no counterpart: the optimizer keeps fp32 weights beside those of bf16"
+    assert not any("bf16" in note for note in axolotl(tmp_path, {"bf16": True}).notes)
 
 
 def test_axolotls_parallelism_becomes_axes_and_replicas(tmp_path: Path) -> None:

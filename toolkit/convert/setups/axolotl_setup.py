@@ -27,7 +27,12 @@ _AXES = {
     "dp_replicate_size": ("dp_replicate_size",),
 }
 """axolotl's names of the sizes in accelerate's ParallelismConfig."""
-_DEFAULTS = {"per_device_train_batch_size": 1, "num_train_epochs": 1.0, "lr_scheduler_type": "cosine"}
+_DEFAULTS = {
+    "per_device_train_batch_size": 1,
+    "num_train_epochs": 1.0,
+    "lr_scheduler_type": "cosine",
+    "save_total_limit": 4,
+}
 """axolotl's defaults, where they are not those of TrainingArguments."""
 _CHAT_TYPES = ("chat_template", "sharegpt", "chat_template.default")
 _TEXT_TYPES = (None, "completion", "pretrain")
@@ -54,6 +59,10 @@ def axolotl_arguments(yaml: Mapping[str, Any], steps: int | None) -> dict[str, A
             arguments[name] = value
     if not arguments.get("fp16"):
         arguments.setdefault("bf16", "auto")
+    if arguments.get("bf16") == "full":
+        arguments["bf16"] = True
+        arguments["pure_bf16"] = True  # LLaMA-Factory's name of it, which has a note
+    _saving(arguments)
     axes = {
         axis: next((arguments.pop(name) for name in names if arguments.get(name) is not None), None)
         for axis, names in _AXES.items()
@@ -74,6 +83,14 @@ def axolotl_arguments(yaml: Mapping[str, Any], steps: int | None) -> dict[str, A
         if arguments.get("logging_steps") is None:
             arguments["logging_steps"] = max(1, min(10, length // 200))
     return arguments
+
+
+def _saving(arguments: dict[str, Any]) -> None:
+    """axolotl saves by save_steps, save_strategy or after each epoch; saves_per_epoch has a note of its own."""
+    if arguments.get("save_steps"):
+        arguments["save_strategy"] = "steps"
+    elif arguments.get("save_strategy") is None:
+        arguments["save_strategy"] = "no" if arguments.get("saves_per_epoch") else "epoch"
 
 
 def _cosine_with_a_minimum(arguments: dict[str, Any]) -> None:

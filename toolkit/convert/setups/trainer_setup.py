@@ -281,10 +281,11 @@ def _records(reader: ArgumentReader, setup: SetUp, steps: int | None, names: fro
     every = reader.number("save_steps", 500)
     limit = reader.take("save_total_limit")
     fields["checkpoint.every"] = _period(every, steps) if strategy in (None, "steps") else 0
-    if strategy in ("epoch", "best"):
+    if strategy in ("epoch", "best") and "checkpoint.every" not in names:
         setup.notes.append(f"save_strategy={strategy} has no counterpart: give checkpoint.every=STEPS")
     if isinstance(limit, int) and limit > 0:
-        fields["checkpoint.keep"] = limit
+        if fields["checkpoint.every"] or "checkpoint.every" in names:
+            fields["checkpoint.keep"] = limit
     elif fields["checkpoint.every"] and "checkpoint.every" not in names:
         fields["checkpoint.keep_every"] = fields["checkpoint.every"]
     logging = reader.number("logging_steps", 500)
