@@ -9,6 +9,7 @@ Dims: b samples, s positions, h hidden, a heads, k key-value heads, d features o
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from toolkit.config.layout import Layout
 from toolkit.errors import LayoutError, Setting
@@ -89,68 +90,97 @@ def stage_layers(profile: FrameworkProfile, model: ModelFacts, stages: int) -> l
 
 
 def activations(setup: TrainingSetup, profile: FrameworkProfile, stage: int, layers: int) -> ProfileActivations:
-    """Activations of a micro-batch on a stage with `layers` decoder layers."""
+    """Return the activations of a micro-batch on a stage with `layers` decoder layers."""
+    layout = setup.layout
+    sizes = _sizes(setup, profile)
+    layer = _layer_bytes(setup, profile, sizes)
+    embedding = 0
+    if stage == 0:
+        embedding = _bytes(profile.facts["embedding"], sizes) + _dropout_bytes(profile, sizes)
+    head_kept = 0
+    at_head = 0
+    sent = 0
+    if stage == layout.pp - 1:
+        head_kept = _norm_bytes(profile, sizes) + profile.facts["loss"][profile.loss]["kept"] * sizes["logits"]
+        at_head = _loss_bytes(setup, profile, sizes)
+    else:
+        sent = profile.facts.get("sent", 0) * sizes["hidden"]
+    return ProfileActivations(
+        layers=layers * layer.kept // profile.virtual_stages,
+        ends=embedding + head_kept + sent,
+        head=at_head,
+        backward=layer.backward,
+        lowest=embedding + sent + layer.kept + layer.backward,
+        boundary=_boundary_bytes(sizes),
+        in_flight=_in_flight(layout.pp, stage, setup.accumulation, profile.virtual_stages),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LayerBytes:
+    """Bytes of one micro-batch in a decoder layer."""
+
+    kept: int
+    """What it keeps for its backward pass."""
+    backward: int
+    """The most beyond that in its backward pass."""
+
+
+def _layer_bytes(setup: TrainingSetup, profile: FrameworkProfile, sizes: Mapping[str, int]) -> _LayerBytes:
     facts = profile.facts
     layout = setup.layout
     shape = setup.model.shape
-    is_first = stage == 0
-    is_last = stage == layout.pp - 1
-    is_eager = setup.computation.attention == "eager"
-    sizes = _sizes(setup, profile)
-    routed = facts.get("routed", {"kept": 0, "backward": 0})
-    norm = _bytes(facts["norm"], sizes)
-    if not profile.fused_norm:
-        norm += _bytes(facts["unfused_norm"], sizes)
-    branch = 0
-    scores = 0
-    if profile.drops_out:
-        branch = _bytes(facts.get("dropout", {}), sizes)
-        if is_eager:
-            scores = _bytes(facts.get("score_dropout", {}), sizes)
+    kernel = setup.computation.attention
     mlp_kind = "gated" if shape.gated else "plain"
-    attention = norm + branch + _bytes(facts["attention"][setup.computation.attention], sizes) + scores
-    if layout.recompute == "selective" and is_eager:
-        attention -= scores + 2 * sizes["scores"]
-    mlp = norm + branch + _bytes(facts["mlp"][mlp_kind], sizes) + routed["kept"] * sizes["routed"]
-    layer = attention + mlp
-    boundary = 2 * sizes["hidden"]
+    routed = facts.get("routed", {"kept": 0, "backward": 0})
+    # Attention and MLP have a norm each, and a dropout of what they add to the residual stream.
+    branch = _norm_bytes(profile, sizes) + _dropout_bytes(profile, sizes)
+    attention = branch + _bytes(facts["attention"][kernel], sizes)
+    if kernel == "eager" and layout.recompute == "selective":
+        attention -= 2 * sizes["scores"]
+    elif kernel == "eager" and profile.drops_out:
+        attention += _bytes(facts.get("score_dropout", {}), sizes)
+    mlp = branch + _bytes(facts["mlp"][mlp_kind], sizes) + routed["kept"] * sizes["routed"]
+    kept = attention + mlp
+    boundary = _boundary_bytes(sizes)
     if "selective" in facts:
-        layer = _bytes(facts["selective"], sizes) + (0 if profile.compiled else boundary)
-    matrix = 0 if profile.fused_accumulation else 2 * shape.hidden * shape.ffn // layout.tp
-    backward_kinds = facts["attention_backward"]
-    backward_kind = setup.computation.attention if setup.computation.attention in backward_kinds else "flash"
-    worst = max(
-        _bytes(facts["mlp_backward"][mlp_kind], sizes) + routed["backward"] * sizes["routed"] + matrix,
-        _bytes(backward_kinds[backward_kind], sizes) - mlp,
-    )
+        kept = _bytes(facts["selective"], sizes) + (0 if profile.compiled else boundary)
+    attention_backward = facts["attention_backward"]
+    backward_kernel = kernel if kernel in attention_backward else "flash"
+    weight_gradient = 0 if profile.fused_accumulation else 2 * shape.hidden * shape.ffn // layout.tp
+    in_mlp = _bytes(facts["mlp_backward"][mlp_kind], sizes) + routed["backward"] * sizes["routed"] + weight_gradient
+    in_attention = _bytes(attention_backward[backward_kernel], sizes) - mlp  # what the MLP kept is freed by then
+    backward = max(in_mlp, in_attention)
     if layout.recompute == "full":
-        worst += layer - boundary
-        layer = boundary
-    chunks = profile.virtual_stages
+        return _LayerBytes(kept=boundary, backward=backward + kept - boundary)
+    return _LayerBytes(kept=kept, backward=backward)
+
+
+def _loss_bytes(setup: TrainingSetup, profile: FrameworkProfile, sizes: Mapping[str, int]) -> int:
+    """Return the most beyond what layers and ends keep, in the loss or in the head's backward pass, in bytes."""
+    shape = setup.model.shape
+    loss = profile.facts["loss"][profile.loss]
     logits = sizes["logits"]
-    loss = facts["loss"][profile.loss]
-    ends = 0
-    sent = 0
-    at_head = 0
-    if is_first:
-        ends += _bytes(facts["embedding"], sizes) + branch
-    embedding = ends
-    if is_last:
-        ends += norm + loss["kept"] * logits
-        weight = 0 if profile.fused_accumulation else 2 * shape.vocab * shape.hidden // layout.tp
-        after_loss = 2 * logits + 2 * sizes["gathered"] + boundary + weight
-        at_head = max(loss["worst"] * logits, after_loss) - loss["kept"] * logits
-    else:
-        sent = facts.get("sent", 0) * sizes["hidden"]
-    return ProfileActivations(
-        layers=layers * layer // chunks,
-        ends=ends + sent,
-        head=at_head,
-        backward=worst,
-        lowest=embedding + sent + layer + worst,
-        boundary=boundary,
-        in_flight=_in_flight(layout.pp, stage, setup.accumulation, chunks),
-    )
+    weight_gradient = 0 if profile.fused_accumulation else 2 * shape.vocab * shape.hidden // setup.layout.tp
+    behind_loss = 2 * logits + 2 * sizes["gathered"] + _boundary_bytes(sizes) + weight_gradient
+    at_worst: int = max(loss["worst"] * logits, behind_loss) - loss["kept"] * logits
+    return at_worst
+
+
+def _norm_bytes(profile: FrameworkProfile, sizes: Mapping[str, int]) -> int:
+    """Return the bytes that a norm keeps."""
+    fused = _bytes(profile.facts["norm"], sizes)
+    return fused if profile.fused_norm else fused + _bytes(profile.facts["unfused_norm"], sizes)
+
+
+def _dropout_bytes(profile: FrameworkProfile, sizes: Mapping[str, int]) -> int:
+    """Return the bytes that the dropout of a hidden state keeps."""
+    return _bytes(profile.facts.get("dropout", {}), sizes) if profile.drops_out else 0
+
+
+def _boundary_bytes(sizes: Mapping[str, int]) -> int:
+    """Return the bytes of the hidden state between two stages, in 16 bits."""
+    return 2 * sizes["hidden"]
 
 
 def _in_flight(stages: int, stage: int, micro_batches: int, chunks: int) -> int:
@@ -227,11 +257,12 @@ def stage_breakdown(
     shards = layout.dp * profile.context_parallel
     states = profile.states(params, shards=shards, accumulation=setup.accumulation, zero_stage=layout.zero_stage)
     chunk = activations(setup, profile, stage, len(layers))
-    moment, live, fresh = _worst_moment(chunk, states, params, is_last=stage == layout.pp - 1)
+    worst = _worst_moment(chunk, states, params, is_last=stage == layout.pp - 1)
     other_chunks = (chunk.in_flight - 1) * (chunk.layers + (chunk.ends if profile.virtual_stages == 1 else 0))
     between = _between(setup, profile, chunk, stage)
-    scattered = 0 if moment == "head" else states.buckets  # FSDP's gradients; the others' buckets stay
-    backward = states.accumulated + fresh + scattered + states.gathered + other_chunks + live
+    scattered = 0 if worst.name == "head" else states.buckets  # FSDP's gradients; the others' buckets stay
+    live = other_chunks + worst.activations
+    backward = states.accumulated + worst.gradients + scattered + states.gathered + live
     update = max(states.step, states.reduction)
     resident = states.resident
     workspace = _workspaces(profile, gpu)
@@ -239,7 +270,7 @@ def stage_breakdown(
         workspace += _bytes(profile.facts["local"], _sizes(setup, profile))
     static = resident.total + between + workspace
     allocated = static + max(backward, update)
-    at_head = chunk.head if moment == "head" else 0
+    at_head = chunk.head if worst.name == "head" else 0
     # FSDP2 gathers into, and reduces from, pools of streams that no other tensor uses (_fsdp_collectives.py).
     cached = states.step if profile.facts.get("caches_update") else 0
     if states.gathered:
@@ -251,15 +282,15 @@ def stage_breakdown(
         parameter_count=params.numel,
         trained_count=params.trained,
         parameters=resident.parameters,
-        gradients=resident.gradients + states.accumulated + fresh,
+        gradients=resident.gradients + states.accumulated + worst.gradients,
         masters=resident.masters,
         optimizer=resident.optimizer,
         buckets=resident.buckets + scattered + between,
         gathered=states.gathered,
         model_buffers=resident.model_buffers + resident.counters,
         activations={
-            "layers": other_chunks + min(live, chunk.layers),
-            "ends": max(0, live - chunk.layers - at_head),
+            "layers": other_chunks + min(worst.activations, chunk.layers),
+            "ends": max(0, worst.activations - chunk.layers - at_head),
         },
         logits=at_head,
         update=max(0, update - backward),
@@ -274,18 +305,28 @@ def stage_breakdown(
     )
 
 
-def _worst_moment(
-    chunk: ProfileActivations, states: ModelStates, params: RankParameters, *, is_last: bool
-) -> tuple[str, int, int]:
-    """The moment of the backward pass at which most is live: its name, its activations and the gradients so far."""
+@dataclass(frozen=True, kw_only=True)
+class _Moment:
+    """A moment of the backward pass of a chunk, in bytes."""
+
+    name: Literal["head", "layer", "lowest"]
+    """At the loss, in the last layer, or in the first one."""
+    activations: int
+    gradients: int
+    """Gradients of weights that this pass has allocated so far."""
+
+
+def _worst_moment(chunk: ProfileActivations, states: ModelStates, params: RankParameters, *, is_last: bool) -> _Moment:
+    """Return the moment of the backward pass at which most is live."""
     grown = max(0, params.layers - 1) * states.fresh_layer
     outside = (params.numel - sum(params.layer_numels)) * states.fresh_layer // max(1, params.layer_numel)
+    kept = chunk.layers + chunk.ends
     moments = (
-        ("head", chunk.layers + chunk.ends + chunk.head, 0),
-        ("layer", chunk.layers + chunk.ends + chunk.backward, outside if is_last else 0),
-        ("lowest", chunk.lowest, grown + outside),
+        _Moment(name="head", activations=kept + chunk.head, gradients=0),
+        _Moment(name="layer", activations=kept + chunk.backward, gradients=outside if is_last else 0),
+        _Moment(name="lowest", activations=chunk.lowest, gradients=grown + outside),
     )
-    return max(moments, key=lambda moment: moment[1] + moment[2])
+    return max(moments, key=lambda moment: moment.activations + moment.gradients)
 
 
 def _between(setup: TrainingSetup, profile: FrameworkProfile, chunk: ProfileActivations, stage: int) -> int:
