@@ -304,14 +304,15 @@ class MemoryRequest:
         if self.setup.teacher is None or isinstance(self.framework, FrameworkProfile):
             yield from breakdowns
             return
-        asked = replace(self, setup=self.setup.of_teacher())
-        stage_layers = asked._stage_layers()
+        teacher_request = replace(self, setup=self.setup.of_teacher())
+        stage_layers = teacher_request._stage_layers()
         for breakdown in breakdowns:
-            taken = asked._teacher_pass(breakdown.stage, stage_layers, top_k=self.setup.teacher.top_k)
-            whole = replace(breakdown, teacher_pass=taken + breakdown.workspace)
-            if whole.teacher:
-                whole = replace(whole, **beside(self.setup.layout, self.gpu, whole.allocated))
-            yield whole
+            pass_bytes = teacher_request._teacher_pass(breakdown.stage, stage_layers, top_k=self.setup.teacher.top_k)
+            with_teacher = replace(breakdown, teacher_pass=pass_bytes + breakdown.workspace)
+            if with_teacher.teacher:
+                # What does not come from PyTorch's allocator depends on how much it allocates.
+                with_teacher = replace(with_teacher, **beside(self.setup.layout, self.gpu, with_teacher.allocated))
+            yield with_teacher
 
     def _teacher_pass(self, pipe: int, stage_layers: Sequence[range], *, top_k: int) -> int:
         """Return the bytes of a pipeline rank at the peak of a teacher's pass, whose setup this is.
@@ -330,15 +331,7 @@ class MemoryRequest:
         own_stages = [stage for stage, rank in enumerate(layout.stage_ranks) if rank == pipe]
         layers = tuple(index for stage in own_stages for index in stage_layers[stage])
         rank = rank_states(setup, engine, pipe, layers, model=vectors_alone(setup.model.parameters))
-        # A layer that is recomputed keeps nothing in its forward pass, as without gradients.
-        forward_only = replace(self, setup=replace(setup, layout=replace(layout, recompute="full")))
-        working = 0
-        for stage in own_stages:
-            rank_pass = replace(forward_only._rank_pass(_part_of(stage, layout.stages), rank.precision), chunks=None)
-            recorded = activations(rank_pass, setup.micro_batch_size, setup.rank_positions)
-            working = max(working, recorded.without_gradients(stage_layers[stage]))
-            if stage == layout.stages - 1:
-                working = max(working, recorded.embedding.delta + _teacher_logits(setup, rank))
+        working = max(self._teacher_working(stage, stage_layers[stage], rank) for stage in own_stages)
         cast = 2 * rank.params.largest if rank.copies_weights else 0
         arriving = 0
         if isinstance(engine, DeepSpeedSettings) and engine.zero_stage == 3 and layout.replicas > 1:
@@ -349,6 +342,22 @@ class MemoryRequest:
         stored_bytes = 8 * top_k + 4 * (top_k + 1) if layout.stage_ranks[-1] == pipe else 0
         kept_for_commit = BATCHES_A_COMMIT * setup.rank_tokens * (batch_bytes + stored_bytes)
         return rank.states.resident.total + rank.states.gathered + arriving + cast + working + kept_for_commit
+
+    def _teacher_working(self, stage: int, layers: range, rank: RankStates) -> int:
+        """Return the bytes of a stage with these layers at work in a teacher's forward pass, whose setup this is.
+
+        They are those of a layer, or of a chunk of logits.
+        """
+        setup = self.setup
+        layout = setup.layout
+        # A layer that is recomputed keeps nothing in its forward pass, as without gradients.
+        forward_only = replace(self, setup=replace(setup, layout=replace(layout, recompute="full")))
+        rank_pass = forward_only._rank_pass(_part_of(stage, layout.stages), rank.precision)
+        recorded = activations(replace(rank_pass, chunks=None), setup.micro_batch_size, setup.rank_positions)
+        in_layers = recorded.without_gradients(layers)
+        if stage < layout.stages - 1:
+            return in_layers
+        return max(in_layers, recorded.embedding.delta + _teacher_logits(setup, rank))
 
     def _stage_pass(self, stage: int, rank: RankStates, *, splits: bool) -> "_StagePass":
         """Return the pass of a stage of a schedule, whose backward pass is split or not."""
