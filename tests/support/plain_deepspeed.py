@@ -43,7 +43,7 @@ def train_and_save(
     engine.save_checkpoint(folder)
     if dist.get_rank() == 0:
         config.save_pretrained(folder)
-    return _truth(engine, stage)
+    return engine_states(engine, stage)
 
 
 def _config(stage: int, precision: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +61,8 @@ def _config(stage: int, precision: str, settings: dict[str, Any]) -> dict[str, A
     return config
 
 
-def _truth(engine: Any, stage: int) -> Truth:
+def engine_states(engine: Any, stage: int) -> Truth:
+    """Return masters and moments of every parameter that trains, whole, by name and kind. A collective call."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     from toolkit.engines.optimizer_states import deepspeed_states
@@ -92,7 +93,7 @@ def load_universal(model: Any, folder: str, stage: int) -> Truth:
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-3), config=config)
     path, _ = engine.load_checkpoint(folder)
     assert path is not None
-    return _truth(engine, stage)
+    return engine_states(engine, stage)
 
 
 def make_universal(tag: Path) -> Path:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from plain_deepspeed import Truth, _truth
+from plain_deepspeed import Truth, engine_states
 from trainer_runs import train_with_trainer
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -36,7 +36,7 @@ class StatesWhenSaved(TrainerCallback):
             return
         engine = self._trainer.model_wrapped
         assert engine.zero_optimization_stage() == 3
-        self._states.update(_truth(engine, 3))
+        self._states.update(engine_states(engine, 3))
 
 
 def train_with_zero3(folder: str, recipe: Recipe, saved_step: int) -> tuple[list[float], Truth]:
