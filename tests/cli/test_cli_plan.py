@@ -146,9 +146,7 @@ def test_a_cluster_file_with_the_former_names_of_latencies_is_read(capsys, tmp_p
     assert steps[0] == steps[1] > plan["step_seconds"]
 
 
-def test_a_recipe_is_planned_with_its_objective(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Its reference takes a forward pass of each step and a copy of the weights."""
-    recipe = """\
+DPO = """\
 model: {name_or_path: gpt2}
 data: {source: pairs.jsonl, format: preference, tokenizer: gpt2, seq_len: 512}
 batch: {global_batch_size: 64, micro_batch_size: 1}
@@ -157,15 +155,30 @@ train:
   steps: 10
   objective: {name: dpo, reference: REFERENCE}
 """
+
+
+def test_a_recipe_is_planned_with_its_objective(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A reference in memory takes a forward pass of each step and a copy of the weights, another one a pass before."""
     plan_of = {}
-    for reference in ("initial", "online"):
-        path = tmp_path / f"{reference}.yaml"
-        path.write_text(recipe.replace("REFERENCE", reference))
+    table_of = {}
+    for reference in ("initial", "online", "org/model", "none"):
+        path = tmp_path / "dpo.yaml"
+        path.write_text(DPO.replace("REFERENCE", reference))
         command = ["plan", "--recipe", str(path), "--gpus", "8xA100-40", "--layout", "dp8-z1", "--micro", "4"]
         (plan_of[reference],) = plans(capsys, *command)
+        table_of[reference] = dstk(capsys, *command)
     assert plan_of["initial"]["terms"]["reference"] == 0
     assert plan_of["online"]["terms"]["reference"] > 0
     assert plan_of["online"]["memory_bytes"] > plan_of["initial"]["memory_bytes"]
+    seconds = plan_of["initial"]["reference_seconds"]
+    assert seconds == plan_of["online"]["terms"]["reference"] == plan_of["org/model"]["reference_seconds"]
+    assert plan_of["online"]["reference_seconds"] == plan_of["none"]["reference_seconds"] == 0
+    share = 100 * seconds / plan_of["initial"]["step_seconds"]
+    assert 20 < share < 40
+    line = "dp8-tp1-pp1-z1-m4: the reference reads the data set before training, "
+    assert f"{line}{seconds:.3g} s for every 64 samples (dstk data counts them), {share:.0f} %" in table_of["initial"]
+    assert line not in table_of["online"]
+    assert line not in table_of["none"]
 
 
 def test_options_beside_a_recipe_take_the_place_of_its_fields(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from toolkit.hardware import Gpu
 from toolkit.models.families.registry import CONFIG_SCHEMAS
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.execution import Execution, Kernel
-from toolkit.planner.run_memory import framework_of, model_config, recipe_of, training_setup
+from toolkit.planner.run_memory import computes_reference, framework_of, model_config, recipe_of, training_setup
 from toolkit.planner.step_request import StepRequest
 from toolkit.planner.step_time import StepTime, predict_step
 from toolkit.planner.trained import Trained
@@ -54,6 +54,9 @@ class Plan:
     """Bytes that the ranks of a node keep in its host memory."""
     host_room: float
     """Bytes of a node's host memory."""
+    reference_seconds: float
+    """Seconds of the forward pass that a reference takes over the data set before the first step, for as many samples
+    as a step has; 0 without such a pass."""
 
     @property
     def fits(self) -> bool:
@@ -304,6 +307,7 @@ class PlanRequest:
             step=step,
             host_bytes=memory.host.total * local_ranks,
             host_room=self.cluster.host_memory_bytes,
+            reference_seconds=step.forward if self.base is not None and computes_reference(self.base) else 0.0,
         )
 
     def read_layout(self, text: str) -> tuple[Layout, int | None]:

@@ -104,11 +104,18 @@ def _teacher(recipe: Recipe) -> TeacherSetup | None:
     )
 
 
+def computes_reference(recipe: Recipe) -> bool:
+    """Whether a forward pass over the data set comes before the first step: of a reference that is not in memory."""
+    return _has_reference(recipe) and recipe.train.objective.reference != "online"
+
+
 def _keeps_reference(recipe: Recipe) -> bool:
     """Whether the reference of the recipe's objective is a copy in memory."""
-    objective = recipe.train.objective
-    is_compared = recipe.data.format in PREFERENCE_FORMATS and objective.needs_reference
-    return is_compared and objective.reference == "online"
+    return _has_reference(recipe) and recipe.train.objective.reference == "online"
+
+
+def _has_reference(recipe: Recipe) -> bool:
+    return recipe.data.format in PREFERENCE_FORMATS and recipe.train.objective.needs_reference
 
 
 def _forward_passes(recipe: Recipe) -> int:

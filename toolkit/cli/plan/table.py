@@ -56,11 +56,22 @@ def print_plans(request: PlanRequest, plans: Sequence[Plan], costs: Sequence[Cos
             energy = "" if cost.kwh is None else f", {cost.kwh:,.0f} kWh{co2} at most"
             gpus = "" if plan.step.gpus == request.gpus else f" on {plan.step.gpus} GPUs"
             console.print(f"{plan.strategy}{gpus}: {cost.days:.1f} days{money}{energy}", soft_wrap=True)
+    if plans[0].reference_seconds:
+        console.print(_reference_pass(plans[0]), soft_wrap=True)
     if any(not plan.fits for plan in plans):
         room = (
             f"{request.gpu.memory_bytes / _GIB:.1f} GiB, and {format_bytes(request.cluster.host_memory_bytes)} a host"
         )
         console.print(f"! does not fit surely into {room}", soft_wrap=True)
+
+
+def _reference_pass(plan: Plan) -> str:
+    """What the reference takes before training, in the unit of samples: dstk data alone reads how many there are."""
+    seconds = f"{plan.reference_seconds:.3g} s for every {plural(plan.batch.global_batch_size, 'sample')}"
+    share = f"{100 * plan.reference_seconds / plan.step.seconds:.0f} % of an epoch"
+    return (
+        f"{plan.strategy}: the reference reads the data set before training, {seconds} (dstk data counts them), {share}"
+    )
 
 
 def _table(plans: Sequence[Plan], *, is_wide: bool, columns: int) -> Table:
@@ -146,6 +157,7 @@ def to_json(plan: Plan, cost: Cost | None = None) -> dict[str, Any]:
         "tokens_per_second_per_gpu": step.tokens_per_second_per_gpu,
         "mfu": step.mfu,
         "terms": step.terms,
+        "reference_seconds": plan.reference_seconds,
         **({} if cost is None else {"cost": vars(cost)}),
     }
 
