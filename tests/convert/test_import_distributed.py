@@ -1,7 +1,7 @@
 """Training states in PyTorch's distributed format, held against PyTorch's own reader and the losses of the writer."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from megatron_runs import (
     LAYERS,
     POSITIONS,
     import_megatron,
-    tensor_parallel,
     train_with_megatron,
 )
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from trainer_runs import samples_of, train_with_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -306,6 +307,31 @@ def megatron_recipe(make_recipe: Callable[..., Recipe], family: str, folder: Pat
     }
 
 
+MEGATRON_KINDS = {
+    "model": "optimizer.state.param.",
+    "exp_avg": "optimizer.state.exp_avg.",
+    "exp_avg_sq": "optimizer.state.exp_avg_sq.",
+}
+"""Kinds of our states, and what Megatron-Core's keys of them begin with."""
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors that PyTorch itself reads."""
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    values = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(dict(values), checkpoint_id=folder, no_dist=True)
+    return values
+
+
+def numbers(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """All their numbers in order, however they are cut, fused and named. Where each belongs, the next losses show."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]).sort().values
+
+
 @pytest.mark.whole  # megatron-core is not a package of every day: pip install --no-deps megatron-core==0.16.1
 @pytest.mark.parametrize("family", daily(list(OVERRIDES), lambda i, family: family in ("gpt2", "qwen3")))
 def test_a_run_of_megatron_core_goes_on_here(
@@ -318,11 +344,18 @@ def test_a_run_of_megatron_core_goes_on_here(
     samples = torch.stack([torch.cat([s["input_ids"], s["targets"][-1:]]) for s in samples_of(recipe)])
     source = tmp_path / "theirs" / f"iter_{SAVED_STEP:07d}"
     arguments = (str(source), family, list(samples.split(4)), SAVED_STEP, VOCABULARY)
-    theirs = ranks(train_with_megatron, 2 * tensor_parallel(family), *arguments)[0]
+    theirs = ranks(train_with_megatron, 4, *arguments)[0]
     (source.parent / "latest_checkpointed_iteration.txt").write_text(f"{SAVED_STEP}\n")
     imported = import_run(source.parent, tmp_path / "ours", recipe)
     assert imported.title == f"Megatron-Core, step {SAVED_STEP}"
     assert len(imported.notices) == 1, imported.notices
+    saved = CheckpointReader(tmp_path / "ours" / f"step-{SAVED_STEP:08d}")
+    written = tensors_of(source)
+    for kind, key in MEGATRON_KINDS.items():
+        values = [value for name, value in written.items() if name.startswith(key)]
+        assert torch.equal(numbers(values), numbers(saved.tensor(kind, name).clone() for name in saved.specs[kind])), (
+            kind
+        )
     train("run_dir=ours", "--resume", "auto", world_size=2, **(changes | {"parallel": {"zero_stage": 2}}))
     assert losses(tmp_path / "ours") == pytest.approx(theirs[SAVED_STEP:], rel=1e-6)
     if family == "mixtral":

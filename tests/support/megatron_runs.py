@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 POSITIONS = 64
 HIDDEN, FFN, LAYERS, HEADS, GROUPS, EXPERTS = 32, 64, 4, 4, 2, 4
 """Sizes of the model. Heads have 8 features."""
+TENSOR_PARALLEL = PIPELINE_PARALLEL = 2
+"""Ranks that share a layer, and stages."""
 
 
 class _OnCpu(TorchFunctionMode):
@@ -49,9 +51,16 @@ class _Threads:
         return threading.Thread(**given)
 
 
-def tensor_parallel(family: str) -> int:
-    """Ranks of tensor parallelism: beside experts Megatron-Core wants sequence parallelism, whose norms need a GPU."""
-    return 1 if family == "mixtral" else 2
+def _norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **given: Any) -> torch.nn.Module:
+    """PyTorch's norm, which Megatron-Core refuses beside sequence parallelism, with the mark that its own norms have.
+
+    Gradients of marked weights are summed over tensor-parallel ranks, each of which has other positions.
+    """
+    norm = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+    made = norm(hidden_size, eps=eps)
+    for parameter in made.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return made
 
 
 def import_megatron() -> None:
@@ -74,6 +83,7 @@ def train_with_megatron(
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     nothing = lambda *given, **named: contextlib.nullcontext()  # noqa: E731
     with (
@@ -84,9 +94,10 @@ def train_with_megatron(
         patch.object(moe_utils, "te_general_gemm", None, create=True),  # which is missing without Transformer Engine
         patch.object(random.CudaRNGStatesTracker, "fork", nothing),
         patch.object(filesystem_async.mp, "get_context", lambda kind: _Threads()),
+        patch.object(WrappedTorchNorm, "__new__", _norm),
     ):
         warnings.simplefilter("ignore")
-        parallel_state.initialize_model_parallel(tensor_parallel(family), 2, create_gloo_process_groups=True)
+        parallel_state.initialize_model_parallel(TENSOR_PARALLEL, PIPELINE_PARALLEL, create_gloo_process_groups=True)
         losses = _train(folder, family, steps, saved_step, vocabulary, load)
     # The losses are known on the last stage alone.
     everyone: list[Any] = [None for _ in range(dist.get_world_size())]
@@ -188,8 +199,9 @@ def _model(family: str, vocabulary: int) -> tuple[Any, Any]:
         num_query_groups=HEADS if is_gpt2 else GROUPS,
         kv_channels=HIDDEN // HEADS,
         use_cpu_initialization=True,
-        tensor_model_parallel_size=tensor_parallel(family),
-        pipeline_model_parallel_size=2,
+        tensor_model_parallel_size=TENSOR_PARALLEL,
+        pipeline_model_parallel_size=PIPELINE_PARALLEL,
+        sequence_parallel=experts is not None,  # which Megatron-Core wants beside experts
         pipeline_dtype=torch.float32,
         gated_linear_unit=not is_gpt2,
         activation_func=functional.gelu if is_gpt2 else functional.silu,
