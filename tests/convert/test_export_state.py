@@ -1,5 +1,6 @@
 """Whole training states out and in again, in every format and family: bit for bit. And what is refused."""
 
+import argparse
 import json
 import os
 import pickle
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, TrainingArguments
 
 from toolkit.cli.main import main
 from toolkit.config import dump_recipe
@@ -388,6 +389,46 @@ def test_a_missing_moment_is_named(theirs: Path, tmp_path: Path) -> None:
         file.replace(theirs / "optimizer_0" / file.name)
     with pytest.raises(CheckpointError, match=f"it has no exp_avg_sq of {name}, which other parameters have"):
         import_weights(theirs, tmp_path / "out")
+
+
+def test_an_optimizer_without_its_index_is_refused_as_that(
+    make_recipe: Callable[..., Recipe], theirs: Path, tmp_path: Path
+) -> None:
+    (theirs / "optimizer_0" / ".metadata").unlink()
+    recipe = recipe_of(make_recipe, theirs)
+    with pytest.raises(CheckpointError, match=r"optimizer_0: \.metadata is missing, .* Copy all files") as raised:
+        import_run(theirs, tmp_path / "ours", recipe)
+    assert str(raised.value).isprintable()
+    import_weights(theirs, tmp_path / "out")  # which asks for no optimizer
+
+
+def seed_notices(recipe: Recipe, source: Path, destination: Path) -> list[str]:
+    return [notice for notice in import_run(source, destination, recipe).notices if "its seed" in notice]
+
+
+def test_another_seed_of_the_trainer_is_said(make_recipe: Callable[..., Recipe], theirs: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(make_recipe, theirs)
+    assert seed_notices(recipe, theirs, tmp_path / "none") == []
+    file = theirs / "training_args.bin"
+    torch.save(TrainingArguments(str(tmp_path / "output"), seed=7, use_cpu=True), file)
+    (notice,) = seed_notices(recipe, theirs, tmp_path / "other")
+    assert notice.startswith("its seed was 7, by the recipe train.seed is 1, which draws samples and dropout")
+    assert seed_notices(recipe.changed({"train": {"seed": 7}}), theirs, tmp_path / "same") == []
+    file.write_bytes(b"text")
+    (notice,) = seed_notices(recipe, theirs, tmp_path / "damaged")
+    assert notice.startswith("its seed is not known: ")
+    assert notice.isprintable()
+
+
+def test_another_seed_of_megatron_is_said(make_recipe: Callable[..., Recipe], theirs: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(make_recipe, theirs)
+    import_run(theirs, tmp_path / "ours", recipe)
+    export_state(tmp_path / "ours", tmp_path / "megatron", form="megatron")
+    (file,) = (tmp_path / "megatron").glob("iter_*/common.pt")
+    common = torch.load(file, weights_only=False)
+    torch.save(common | {"args": argparse.Namespace(seed=1234, lr=1e-3)}, file)
+    (notice,) = seed_notices(recipe, tmp_path / "megatron", tmp_path / "again")
+    assert notice.startswith("its seed was 1234, by the recipe train.seed is 1")
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ def train_with_trainer(
         folder,
         per_device_train_batch_size=size // ranks,
         max_steps=recipe.train.steps,
+        seed=recipe.train.seed,
         save_steps=saved_step,
         save_total_limit=None,
         logging_steps=1,

@@ -244,6 +244,9 @@ _CLASSES: list[Any] = [
 _ALLOWED = {name for _, name in _CLASSES}
 
 
+_NAMESPACE = "argparse.Namespace"
+
+
 class _Emptied:
     """Stands for an object of another program's class: nothing of it runs, and nothing is kept."""
 
@@ -254,10 +257,21 @@ class _Emptied:
         pass
 
 
+class Arguments(_Emptied):
+    """Stands for the arguments of another program, `argparse.Namespace`, of which the seed is kept."""
+
+    seed: int | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        seed = state.get("seed") if isinstance(state, Mapping) else None
+        self.seed = seed if type(seed) is int else None
+
+
 def read_scanned(path: Path, *, own_classes: tuple[str, ...] = (), checks_records: bool = True) -> Any:
     """Read a .pt file, whose tensors are mapped from the file. Raises CheckpointError.
 
-    `own_classes`: how names of classes begin that the program defines itself, whose objects are read as empty ones.
+    `own_classes`: how names of classes begin that the program defines itself, whose objects are read as empty ones, and
+    its arguments as Arguments.
     `checks_records`: whether all bytes are read and compared with their checksums. Otherwise only those of the pickle
     are read, which is enough for shapes.
     """
@@ -280,7 +294,8 @@ def read_scanned(path: Path, *, own_classes: tuple[str, ...] = (), checks_record
         if foreign:
             problem = f"its pickle asks for {printable(foreign[0])}, which could run anything"
             raise checkpoint_error(path, f"{problem}. It is not read; save the checkpoint again without it.")
-        with torch.serialization.safe_globals([*_CLASSES, *((_Emptied, name) for name in emptied)]):
+        stand_ins = [(Arguments if name == _NAMESPACE else _Emptied, name) for name in emptied]
+        with torch.serialization.safe_globals([*_CLASSES, *stand_ins]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         message = f"cannot be read ({reason_of(error)}). Is it undamaged?"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.names import checkpoint_error, is_safe_path
-from toolkit.convert.deepspeed_partitions import STATE_KINDS, read_scanned
+from toolkit.convert.deepspeed_partitions import STATE_KINDS, Arguments, read_scanned
 from toolkit.convert.distributed_checkpoint import INDEX, DistributedCheckpoint
 from toolkit.convert.gathered_states import WEIGHTS as GATHERED
 from toolkit.convert.gathered_states import open_gathered
@@ -66,6 +66,11 @@ def _check_index(folders: Sequence[Path]) -> None:
             continue
         problem = f"{INDEX} is missing, the index of its {_SUFFIX} files, which is written last"
         raise checkpoint_error(folder, f"{problem}. Copy all files of the step, hidden ones too, or name another step.")
+
+
+def check_optimizer(step: Path) -> None:
+    """Raise CheckpointError where the optimizer of FSDP has files and no index, without which it is not read."""
+    _check_index([step / _FSDP_OPTIMIZER])
 
 
 def _megatron_step(file: Path) -> Path:
@@ -222,6 +227,7 @@ def _megatron(step: Path, checkpoint: DistributedCheckpoint, config: Config, sha
             if name in group
         },
         notices=tuple(notices),
+        seed=arguments.seed if isinstance(arguments := common.get("args"), Arguments) else None,
     )
 
 
@@ -265,6 +271,7 @@ def _described(
     values: "_Reader | None" = None,
     optimizer: Mapping[str, Any] | None = None,
     notices: tuple[str, ...] = (),
+    seed: int | None = None,
 ) -> TrainingState:
     unknown = next((name for name in shapes if name not in names.parameters), None)
     if unknown is not None:
@@ -301,6 +308,7 @@ def _described(
         read=values.read,
         frozen=tuple(name for name in shapes if name not in trained),
         optimizer=optimizer if optimizer is not None else _settings(settings),
+        seed=seed,
         notices=notices,
     )
 

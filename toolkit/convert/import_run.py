@@ -16,16 +16,22 @@ from toolkit.checkpoint.trainer_state import TrainerState
 from toolkit.config.job import Job
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import Recipe
+from toolkit.convert.distributed_states import check_optimizer
 from toolkit.convert.import_weights import Imported, check_fits, find_step, model_on_meta, open_step, tensor_group
+from toolkit.convert.setups.arguments_file import read_arguments
 from toolkit.convert.trainer_states import is_trainer_state, open_trainer_state
 from toolkit.convert.training_state import MASTER, TrainingState
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.data.tokens.corpora import Corpora, prepare_all
 from toolkit.engines.optimizer import learning_rate
 from toolkit.engines.optimizer_states import state_kinds
+from toolkit.errors import RecipeError
 from toolkit.files import printable
 from toolkit.launch.environment import describe_environment
 from toolkit.training.preflight import check_model, check_vocabulary
+
+_ARGUMENTS = "training_args.bin"
+"""The Trainer's arguments, beside its checkpoints."""
 
 
 def import_run(source: Path, destination: Path, recipe: Recipe) -> Imported:
@@ -79,12 +85,14 @@ def import_run(source: Path, destination: Path, recipe: Recipe) -> Imported:
     return Imported(
         title=checkpoint.title,
         written=WrittenDirectory(path=destination, files=files, tensors=tensors, nbytes=nbytes),
-        notices=tuple(_notices(checkpoint, recipe)),
+        notices=(*_notices(checkpoint, recipe), *_seed_notices(checkpoint, source, recipe)),
     )
 
 
 def _check_states(checkpoint: TrainingState, kinds: tuple[str, ...], recipe: Recipe) -> None:
     missing = [kind for kind in kinds if kind not in checkpoint.kinds]
+    if missing:
+        check_optimizer(checkpoint.tag)
     if missing or checkpoint.frozen:
         missing_part = f"no {missing[0]}" if missing else f"no states of {checkpoint.frozen[0]}, which was frozen"
         raise checkpoint_error(
@@ -134,6 +142,25 @@ def _notices(checkpoint: TrainingState, recipe: Recipe) -> Iterator[str]:
         yield f"its global batch was {before} samples, that of the recipe is {recipe.batch.global_batch_size}"
     yield from _differing_settings(checkpoint, recipe)
     yield from checkpoint.notices
+
+
+def _seed_notices(checkpoint: TrainingState, source: Path, recipe: Recipe) -> Iterator[str]:
+    """Say where it drew its random numbers from another seed than the recipe's, by its tensors' files or arguments."""
+    seed = checkpoint.seed
+    for folder in dict.fromkeys((checkpoint.tag, source, checkpoint.tag.parent)):
+        file = folder / _ARGUMENTS
+        if seed is not None or not file.is_file():
+            continue
+        try:
+            seed = read_arguments(file).get("seed")
+        except RecipeError as error:
+            yield f"its seed is not known: {error}"
+            return
+    if type(seed) is int and seed != recipe.train.seed:
+        yield (
+            f"its seed was {seed}, by the recipe train.seed is {recipe.train.seed}, which draws samples and dropout "
+            "from here on; states of random generators are not read"
+        )
 
 
 def _differing_settings(checkpoint: TrainingState, recipe: Recipe) -> Iterator[str]:

@@ -40,6 +40,8 @@ class TrainingState:
     """What it says of its batch, under DeepSpeed's names."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     """Settings of its optimizer as PyTorch spells them: `lr` (of the next step), `betas`, `eps`, `weight_decay`."""
+    seed: int | None = None
+    """The seed of its random numbers, where its tensors' files say it."""
     version: str = "unknown"
     notices: tuple[str, ...] = ()
     """What an import of it changes or leaves out, one line each."""
