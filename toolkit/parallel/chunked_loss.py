@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from toolkit.models.chunked_head import HeadFormula, chunk_tokens, head_formula
-from toolkit.parallel.distilled_loss import Divergence, TeacherTokens, TopTokens, distilled_losses
+from toolkit.parallel.distilled_loss import Divergence, TeacherTokens, TopTokens, distilled_losses, subtract_largest
 from toolkit.parallel.linear_product import Defer
 from toolkit.parallel.loss import IGNORE
 from toolkit.parallel.tensor.collectives import copy_to_tensor_ranks
@@ -86,54 +86,50 @@ class LossInHead:
         return cls(model, formula, is_liger=is_liger) if formula is not None and is_ours and is_linear else None
 
     def compute(self, head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-        """The sum of the token losses, the same on every tensor-parallel rank. hidden [b, s, h]."""
-        assert self.labels is not None
-        labels = self.labels
-        weights = self.weights
-        teacher = self.teacher
-        self.labels = None
-        self.weights = None
-        self.teacher = None
-        rows = head.weight.shape[0]
-        group = None
-        defer = None
-        shard = VocabularyShard(size=rows, start=0, rows=rows)
-        if isinstance(head, VocabParallelHead):
-            group = head.group
-            shard = head.vocabulary
-            later = OverlappedGradients.of(hidden, (head.weight,), group)
-            hidden = copy_to_tensor_ranks(hidden, group, later)
-            defer = None if later is None else later.taking(hidden, head.weight)
-        flat = hidden.flatten(0, -2)  # [b, s, h] -> [n, h]
-        kind = hidden.device.type
-        options = _HeadLossOptions(
-            scale=self._scale,
-            cap=self._cap,
-            shard=shard,
-            group=group,
-            chunk=self.chunk_tokens(flat.shape[0], rows),
-            dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype,
-            makes_gradients=torch.is_grad_enabled(),
-            is_liger=self._is_liger
-            and group is None
-            and self._scale == 1.0
-            and self.weigh is None
-            and weights is None
-            and teacher is None,
-            teacher=None if teacher is None else teacher.map(lambda tensor: tensor.flatten(0, -2)),
-            distillation=self.distillation,
-            weights=None if weights is None else weights.flatten(),
-            weigh=None if self.weigh is None else partial(_flat_weights, self.weigh, labels.shape),
-            defer=defer,
-        )
-        weight = head.weight if defer is None else head.weight.detach()
-        with torch.autocast(kind, enabled=False):
+        """Return the sum of the token losses, the same on every tensor-parallel rank. hidden [b, s, h]."""
+        micro_batch = self._take_micro_batch()
+        head_input = _HeadInput.of(head, hidden)
+        options = self._options(head, head_input, micro_batch)
+        weight = head.weight if options.defer is None else head.weight.detach()
+        with torch.autocast(hidden.device.type, enabled=False):
             if self.top is not None:
-                return _collect(flat, head, options, self.top)
-            loss, losses = _ChunkedLoss.apply(flat, weight, head.bias, labels.flatten(), options)
+                return _collect(head_input.flat, head, options, self.top)
+            labels = micro_batch.labels
+            loss, losses = _ChunkedLoss.apply(head_input.flat, weight, head.bias, labels.flatten(), options)
         self._sample_losses = losses.view(labels.shape).sum(dim=1)  # [n] -> [b]
         result: torch.Tensor = loss
         return result
+
+    def _take_micro_batch(self) -> "_HeadMicroBatch":
+        """Return what was set for this forward pass, and forget it: the next one sets its own."""
+        assert self.labels is not None
+        micro_batch = _HeadMicroBatch(labels=self.labels, weights=self.weights, teacher=self.teacher)
+        self.labels = None
+        self.weights = None
+        self.teacher = None
+        return micro_batch
+
+    def _options(self, head: nn.Linear, head_input: "_HeadInput", micro_batch: "_HeadMicroBatch") -> "_HeadLossOptions":
+        """Return the constants of the loss of a micro-batch."""
+        device = head_input.flat.device.type
+        weights = micro_batch.weights
+        teacher = micro_batch.teacher
+        is_plain = self._scale == 1.0 and self.weigh is None and weights is None and teacher is None
+        return _HeadLossOptions(
+            scale=self._scale,
+            cap=self._cap,
+            shard=head_input.shard,
+            group=head_input.group,
+            chunk=self.chunk_tokens(head_input.flat.shape[0], head.weight.shape[0]),
+            dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype,
+            makes_gradients=torch.is_grad_enabled(),
+            is_liger=self._is_liger and head_input.group is None and is_plain,
+            teacher=None if teacher is None else teacher.map(lambda tensor: tensor.flatten(0, -2)),
+            distillation=self.distillation,
+            weights=None if weights is None else weights.flatten(),
+            weigh=None if self.weigh is None else partial(_flat_weights, self.weigh, micro_batch.labels.shape),
+            defer=head_input.defer,
+        )
 
     def take_sample_losses(self) -> torch.Tensor:
         """Return the sums of the token losses of each sample of the last such pass, [b], without gradients; once."""
@@ -141,6 +137,40 @@ class LossInHead:
         self._sample_losses = None
         assert losses is not None
         return losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HeadMicroBatch:
+    """What the loss of one micro-batch takes beside hidden states; fields as of LossInHead."""
+
+    labels: torch.Tensor
+    weights: torch.Tensor | None
+    teacher: TeacherTokens | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HeadInput:
+    """The input of a head, and which part of the vocabulary the head has."""
+
+    flat: torch.Tensor
+    """Hidden states [n, h]."""
+    shard: VocabularyShard
+    group: dist.ProcessGroup | None
+    """The ranks that share the vocabulary; None where this rank has all of it."""
+    defer: Defer | None
+    """As of _HeadLossOptions."""
+
+    @classmethod
+    def of(cls, head: nn.Linear, hidden: torch.Tensor) -> Self:
+        """Return the input for hidden states [b, s, h], whose gradient is summed over tensor-parallel ranks."""
+        if not isinstance(head, VocabParallelHead):
+            rows = head.weight.shape[0]
+            whole = VocabularyShard(size=rows, start=0, rows=rows)
+            return cls(flat=hidden.flatten(0, -2), shard=whole, group=None, defer=None)
+        overlapped = OverlappedGradients.of(hidden, (head.weight,), head.group)
+        hidden = copy_to_tensor_ranks(hidden, head.group, overlapped)
+        defer = None if overlapped is None else overlapped.taking(hidden, head.weight)
+        return cls(flat=hidden.flatten(0, -2), shard=head.vocabulary, group=head.group, defer=defer)
 
 
 @contextmanager
@@ -225,14 +255,15 @@ class _ChunkedLoss(torch.autograd.Function):
         targets: torch.Tensor,
         options: _HeadLossOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wanted = [each and options.makes_gradients for each in ctx.needs_input_grad[:3]]
+        # Of hidden states, weight and bias.
+        wanted = [needs_gradient and options.makes_gradients for needs_gradient in ctx.needs_input_grad[:3]]
         wanted[1] |= options.defer is not None
+        ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype]
         ctx.defer = options.defer
         x = hidden.to(options.dtype)
         w = weight.to(options.dtype)
         b = None if bias is None else bias.to(options.dtype)
         exact = torch.promote_types(options.dtype, torch.float32)
-        ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype]
         if options.is_liger:
             losses, ctx.gradients = _by_liger(x, w, b, targets, options, wanted)
             ctx.mark_non_differentiable(losses)
@@ -342,7 +373,7 @@ def _by_liger(
     """The token losses, and the gradients of their sum, in chunks of Liger's choice."""
     from liger_kernel.ops import fused_linear_cross_entropy_forward
 
-    losses, _, _, _, *gradients = fused_linear_cross_entropy_forward(
+    losses, _z_losses, _accuracies, _predictions, *gradients = fused_linear_cross_entropy_forward(
         x,
         w,
         targets,
@@ -403,14 +434,11 @@ def _losses_and_grad_logits(
     shard = options.shard
     softcap_derivative = _apply_formula(logits, options, wants_gradients=wants_gradients)
     mask_padding(logits, shard)
-    # The largest logit keeps exp() in range; it cancels in the loss.
-    largest = logits.amax(dim=-1)
-    if options.group is not None:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=options.group)
+    subtract_largest(logits, options.group)
     columns, here = columns_of(targets, shard)
-    gathered = logits.gather(-1, columns.unsqueeze(-1)).squeeze(-1)  # [c, v] -> [c]
-    logits.sub_(largest.unsqueeze(-1)).exp_()
-    parts = torch.stack([logits.sum(dim=-1), torch.where(here, gathered - largest, 0.0)])
+    target_logits = logits.gather(-1, columns.unsqueeze(-1)).squeeze(-1)  # [c, v] -> [c]
+    logits.exp_()
+    parts = torch.stack([logits.sum(dim=-1), torch.where(here, target_logits, 0.0)])
     if options.group is not None:
         dist.all_reduce(parts, group=options.group)
     normalizer, target_logit = parts
