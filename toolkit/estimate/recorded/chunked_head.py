@@ -22,12 +22,15 @@ _WIDTHS = (1, 2, 4, 8)
 
 @dataclass(eq=False)
 class _Storage:
+    """A storage that the head's sections allocate. Compared by identity: two of one size are two."""
+
     size: Polynomial
     is_cast: bool = False
+    """Whether it is autocast's copy of a weight."""
 
 
 _Event = tuple[bool, _Storage | str]
-"""Whether a storage is allocated, or freed; one of another section by the name that the event has."""
+"""(whether the storage is allocated, or freed; the storage, or the name that it has as one of another section)."""
 _Sections = Mapping[str, list[_Event]]
 
 
@@ -54,43 +57,73 @@ class _Change:
         self.sections = sections
         self.chunks = chunks
         self.unit = unit
-        logits = {width * rows * unit: width for width in _WIDTHS}
-        made = {name: [storage for is_made, storage in sections.get(name, ()) if is_made] for name in _HEAD}
-
-        def is_logits(storage: _Storage | str) -> bool:
-            return isinstance(storage, _Storage) and storage.size[0] == 0 and max(storage.size) in logits
-
-        head_logits = [storage for storage in made["head"] if is_logits(storage)]
-        self.first = head_logits[0] if head_logits else None
+        self._rows = rows
+        self._weight = rows * chunks.hidden * unit
+        """Size of the head's weight for each byte of an element."""
+        self._allocated = {
+            name: [storage for is_allocated, storage in sections.get(name, ()) if is_allocated] for name in _HEAD
+        }
+        self.first = next((storage for storage in self._allocated["head"] if self._is_logits(storage)), None)
         """Storage that the head's product is written to; None where the pass has no head."""
         if self.first is None:
             return
         assert isinstance(self.first, _Storage)
         largest = max(self.first.size)
-        self.width = logits[largest]
+        self.width = largest // (rows * unit)
+        """Bytes of an element of the product."""
         self._column = self.first.size.index(largest)
-        self.has_cap = len(head_logits) > 2  # divided, through tanh, and multiplied
-        weight = rows * chunks.hidden * unit
-        behind = made["head_backward"]
-        weight_gradients = [storage for storage in behind if self._is_constant(storage, (2 * weight, 4 * weight))]
-        hidden = self._per_token(self.width * chunks.hidden)
-        start = next((at for at, storage in enumerate(behind) if is_logits(storage)), len(behind))
-        self.of_hidden = next((storage for storage in behind[start:] if _size(storage) == hidden), None)
+        """The monomial that counts tokens: bs, or s where there is one sample."""
+        logits_in_head = [storage for storage in self._allocated["head"] if self._is_logits(storage)]
+        self.has_cap = len(logits_in_head) > 2  # divided, through tanh, and multiplied
+        weight_gradients = self._weight_gradients()
+        self.of_hidden = self._gradient_of_hidden()
+        """Recorded gradient of the hidden states; None where nothing before the head trains."""
         self.of_weight = weight_gradients[-1] if weight_gradients else None
-        self.dropped = {storage for name in _HEAD for storage in made[name] if is_logits(storage)}
-        self.dropped |= {*weight_gradients[:-1]}
+        """Recorded gradient of the weight, as it stays; None where the head does not train."""
+        self.dropped = {*weight_gradients[:-1]}
+        for name in _HEAD:
+            self.dropped.update(storage for storage in self._allocated[name] if self._is_logits(storage))
         self.gradients: list[_Storage] = []
+        """Gradients that the forward pass makes instead: of the hidden states, of the weight."""
         if self.of_hidden is not None:
-            self.gradients.append(_Storage(hidden))
+            self.gradients.append(_Storage(self._hidden_size))
         if self.of_weight is not None:
-            self.gradients.append(_Storage(_constant(weight * (self.width if chunks.is_one else 4))))
-        # The head keeps its input for the product's backward pass, which is over when the function returns.
-        freed_behind = {storage for is_made, storage in sections["head_backward"] if not is_made}
-        before_logits = made["head"][: made["head"].index(self.first)]
-        inputs = [storage for storage in before_logits if _size(storage) == hidden]
-        self.input = inputs[-1] if inputs and inputs[-1] in freed_behind else None
-        self._rows = rows
-        self._weight = weight
+            self.gradients.append(_Storage(_constant(self._weight * (self.width if chunks.is_one else 4))))
+        self.input = self._kept_input()
+
+    @property
+    def _hidden_size(self) -> Polynomial:
+        """Size of hidden states, or of their gradient, in the dtype of the product."""
+        return self._per_token(self.width * self.chunks.hidden)
+
+    def _is_logits(self, storage: _Storage | str) -> bool:
+        """Whether it has an element for each token and row of the vocabulary."""
+        if not isinstance(storage, _Storage) or storage.size[0] != 0:
+            return False
+        return max(storage.size) in [width * self._rows * self.unit for width in _WIDTHS]
+
+    def _weight_gradients(self) -> list[_Storage | str]:
+        """Return the recorded gradients of the weight in order: as the product made them, and cast."""
+        sizes = (2 * self._weight, 4 * self._weight)
+        return [storage for storage in self._allocated["head_backward"] if self._is_constant(storage, sizes)]
+
+    def _gradient_of_hidden(self) -> _Storage | str | None:
+        """Return the recorded gradient of the hidden states: the first of their size behind that of the logits."""
+        storages = self._allocated["head_backward"]
+        start = next((place for place, storage in enumerate(storages) if self._is_logits(storage)), len(storages))
+        return next((storage for storage in storages[start:] if _size(storage) == self._hidden_size), None)
+
+    def _kept_input(self) -> _Storage | str | None:
+        """Return the head's input, if the recording keeps it for the backward pass of the product.
+
+        In chunks that is over when the function returns.
+        """
+        assert self.first is not None
+        freed_in_backward = {storage for is_allocated, storage in self.sections["head_backward"] if not is_allocated}
+        in_head = self._allocated["head"]
+        before_logits = in_head[: in_head.index(self.first)]
+        inputs = [storage for storage in before_logits if _size(storage) == self._hidden_size]
+        return inputs[-1] if inputs and inputs[-1] in freed_in_backward else None
 
     def head(self) -> list[_Event]:
         """Return the head's events with one chunk's forward pass, which stands for all, in place of the product."""
