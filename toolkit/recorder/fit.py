@@ -14,7 +14,7 @@ from toolkit.estimate.recorded.recording import (
     total,
     value_of,
 )
-from toolkit.recorder.events import events_of
+from toolkit.recorder.events import LayerRoles, events_of
 from toolkit.recorder.trace import TracedSection
 
 Size = tuple[int, int]
@@ -105,70 +105,102 @@ def allocated(trace: Iterable[TracedSection], unit: int) -> list[int]:
 def assemble(
     trace: Sequence[TracedSection],
     sizes: Sequence[Polynomial],
+    *,
     layers: Sequence[int],
     pattern: Sequence[int],
     positions: tuple[int, int | None],
     unit: int,
 ) -> Recording:
-    """A Recording of one trace, with the polynomials of its storages in the order of `allocated`."""
-    remaining = iter(sizes)
-    size_of = {number: next(remaining) for section in trace for number, size in section.events if size > 0}
-    named = {section.name: section for section in trace}
+    """Make a Recording of one trace, with the polynomials of its storages in the order of `allocated`.
 
-    casts = set[int]().union(*(section.casts for section in trace))
-
-    def section_of(name: str, *earlier: Polynomial) -> PassSection:
-        return _section(named.get(name, TracedSection(name)), size_of, casts, earlier)
-
-    representatives = (_inner(kind, layers, pattern) for kind in dict.fromkeys(pattern))
+    `layers`: those that ran; `pattern`: the kind of every layer of the model. `positions` and `unit` are fields of the
+    Recording.
+    """
+    allocations = [number for section in trace for number, size in section.events if size > 0]
+    fitted = _FittedTrace(trace, size_of=dict(zip(allocations, sizes, strict=True)))
+    representatives = [_inner(kind, layers, pattern) for kind in dict.fromkeys(pattern)]
     inner = [index for index in representatives if index is not None]
-    numbers = {pattern[index]: number for number, index in enumerate(inner)}
+    # Kinds of layers that did not run, because another stage has them, stand under number 0.
+    kind_numbers = {pattern[index]: number for number, index in enumerate(inner)}
 
-    def beyond(direction: str, end: int) -> Polynomial:
-        """Return the bytes that the first or the last layer leaves live beyond those of an inner one."""
+    def beyond_inner(direction: str, end_layer: int) -> Polynomial:
+        """Return the bytes that the first or the last layer leaves live beyond those of an inner one of its kind."""
         if len(layers) < 2:
             return total(())
-        at_end = layers[end]
-        usual = inner[numbers[pattern[at_end]]]
-        end_bytes = section_of(f"{direction} {at_end}").delta
-        inner_bytes = section_of(f"{direction} {usual}").delta
+        usual = inner[kind_numbers[pattern[end_layer]]]
+        end_bytes = fitted.section(f"{direction} {end_layer}").delta
+        inner_bytes = fitted.section(f"{direction} {usual}").delta
         return tuple(map(int.__sub__, end_bytes, inner_bytes))
 
+    first = layers[0]
+    last = layers[-1]
+    ends = (kind_numbers.get(pattern[first], 0), kind_numbers.get(pattern[last], 0))
     return Recording(
         positions=positions,
         unit=unit,
-        pattern=tuple(numbers.get(kind, 0) for kind in pattern),
-        **{name: section_of(name) for name in ("embedding", "head", "loss", "head_backward")},
+        pattern=tuple(kind_numbers.get(kind, 0) for kind in pattern),
+        embedding=fitted.section("embedding"),
+        head=fitted.section("head"),
+        loss=fitted.section("loss"),
+        head_backward=fitted.section("head_backward"),
         # The first layer's backward pass also frees what all layers share, for instance masks.
-        embedding_backward=section_of("embedding_backward", beyond("backward", 0)),
-        forward=tuple(section_of(f"forward {index}") for index in inner),
-        backward=tuple(section_of(f"backward {index}") for index in inner),
-        kinds=tuple(_kinds(named[f"forward {index}"], size_of, casts) for index in inner),
-        end_layers=(beyond("forward", 0), beyond("forward", -1), beyond("backward", -1)),
-        events=events_of(
-            trace, size_of, layers, inner, (numbers.get(pattern[layers[0]], 0), numbers.get(pattern[layers[-1]], 0))
+        embedding_backward=fitted.section("embedding_backward", beyond_inner("backward", first)),
+        forward=tuple(fitted.section(f"forward {index}") for index in inner),
+        backward=tuple(fitted.section(f"backward {index}") for index in inner),
+        kinds=tuple(fitted.kept_by_part(f"forward {index}") for index in inner),
+        end_layers=(
+            beyond_inner("forward", first),
+            beyond_inner("forward", last),
+            beyond_inner("backward", last),
         ),
+        events=events_of(trace, fitted.size_of, LayerRoles(ran=layers, inner=inner, ends=ends)),
     )
 
 
-def _section(
-    section: TracedSection, size_of: Mapping[int, Polynomial], casts: set[int], earlier: Iterable[Polynomial]
-) -> PassSection:
-    """A section, after `earlier` events.
+class _FittedTrace:
+    """The sections of a trace, with the polynomial of each storage."""
 
-    Copies of weights count at the moments of the part of the forward pass that makes them, and nowhere else.
-    """
-    counted = section.casts if section.name.startswith(("forward", "head")) else set[int]()
-    signed = {
-        is_cast: [
-            size_of[number] if size > 0 else _freed(size_of[number])
-            for number, size in section.events
-            if number not in casts or (is_cast and number in counted)
-        ]
-        for is_cast in (False, True)
-    }
-    delta = total([*earlier, *signed[False]])
-    return PassSection(delta=delta, peaks=PassSection.of([*earlier, *signed[True]]).peaks)
+    def __init__(self, trace: Sequence[TracedSection], *, size_of: Mapping[int, Polynomial]) -> None:
+        self.size_of = size_of
+        self._sections = {section.name: section for section in trace}
+        self._casts = set[int]().union(*(section.casts for section in trace))
+
+    def section(self, name: str, *earlier: Polynomial) -> PassSection:
+        """Return a section of that name, empty where there is none, behind `earlier` events.
+
+        Copies of weights count at the moments of the part of the forward pass that makes them, and nowhere else.
+        """
+        section = self._sections.get(name, TracedSection(name))
+        counted_casts = section.casts if name.startswith(("forward", "head")) else set[int]()
+        without_casts = list(earlier)
+        with_casts = list(earlier)
+        for number, size in section.events:
+            change = self._change(number, size)
+            if number not in self._casts:
+                without_casts.append(change)
+                with_casts.append(change)
+            elif number in counted_casts:
+                with_casts.append(change)
+        return PassSection(delta=total(without_casts), peaks=PassSection.of(with_casts).peaks)
+
+    def kept_by_part(self, name: str) -> dict[str, Polynomial]:
+        """Return the bytes that a layer's section of that name keeps, by the part of the layer that allocates them.
+
+        Bytes that it frees of the layer before are its residual stream.
+        """
+        section = self._sections[name]
+        changes: dict[str, list[Polynomial]] = {}
+        for number, size in section.events:
+            if number not in self._casts:
+                part = section.kinds.get(number) or "residual"
+                changes.setdefault(part, []).append(self._change(number, size))
+        sums = {part: total(sizes) for part, sizes in changes.items()}
+        return {part: size for part, size in sums.items() if any(size)}
+
+    def _change(self, number: int, size: int) -> Polynomial:
+        """Return by how much an event changes what is live; its `size` in bytes is negative where it frees."""
+        polynomial = self.size_of[number]
+        return polynomial if size > 0 else tuple(-coefficient for coefficient in polynomial)
 
 
 def _inner(kind: int, layers: Sequence[int], pattern: Sequence[int]) -> int | None:
@@ -176,21 +208,3 @@ def _inner(kind: int, layers: Sequence[int], pattern: Sequence[int]) -> int | No
     alike = [index for index in layers if pattern[index] == kind]
     inside = [index for index in alike if index - 1 in layers and index + 1 in layers]
     return next(iter([*inside, *alike]), None)
-
-
-def _freed(size: Polynomial) -> Polynomial:
-    return tuple(-coefficient for coefficient in size)
-
-
-def _kinds(section: TracedSection, size_of: dict[int, Polynomial], casts: set[int]) -> dict[str, Polynomial]:
-    """Return the bytes that a layer keeps, by the part that allocates them.
-
-    Bytes that it frees of the layer before are its residual stream.
-    """
-    by_kind: dict[str, list[Polynomial]] = {}
-    for number, size in section.events:
-        if number not in casts:
-            kind = section.kinds.get(number) or "residual"
-            by_kind.setdefault(kind, []).append(size_of[number] if size > 0 else _freed(size_of[number]))
-    sums = {kind: total(sizes) for kind, sizes in by_kind.items()}
-    return {kind: size for kind, size in sums.items() if any(size)}

@@ -66,7 +66,14 @@ def _recorded(rank_pass: RankPass, s: int) -> Recording:
     for lengths in _lengths(fake, span, unit):
         sizes = _sizes(samples, lengths, run, unit)
         if sizes is not None:
-            return assemble(run((samples[0], lengths[0])), sizes, fake.running, fake.pattern, span, unit)
+            return assemble(
+                run((samples[0], lengths[0])),
+                sizes,
+                layers=fake.running,
+                pattern=fake.pattern,
+                positions=span,
+                unit=unit,
+            )
     raise ModelError("the sizes of its tensors are not polynomials in samples and positions")
 
 
