@@ -95,29 +95,29 @@ def _overlay(comparison: Curve, field: str, *, files: str, noun: str, unit: str)
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Rerun:
+    """A baseline that ran again, rounding differently."""
+
+    curve: Curve
+    baseline: Curve
+
+
 def _differences(comparison: Curve, field: str, bound: str, *, files: str, noun: str) -> Chart:
     strategies = comparison["strategies"]
     steps = comparison.get("steps")
     baselines = {baseline["label"]: baseline for baseline in comparison["baselines"]}
-    reruns = [(rerun, baseline) for baseline in baselines.values() for rerun in baseline["reruns"]]
-    lines = []
-    marks = []
-    spans = []
-    for index, (rerun, baseline) in enumerate(reruns):
-        points = relative_points(rerun[field], baseline[field], steps)
-        label = f"rerun: {rerun['label']}"
-        lines.append(Line(label=label, points=points, tone="rerun", key=f"rerun{index}", width=1.2))
+    reruns = [_Rerun(curve=rerun, baseline=baseline) for baseline in baselines.values() for rerun in baseline["reruns"]]
+    lines = _rerun_lines(reruns, field, steps)
+    marks: list[RingMark] = []
+    largest_of_equal: list[float] = []
     for strategy, look in _looked(strategies):
         points = relative_points(strategy[field], baselines[strategy["baseline"]][field], steps)
-        width = 1.5 if len(strategies) <= _MANY else 0.9
-        if look.differs:
-            width = 2.2
-        lines.append(look.line(strategy, points, dash=look.dash, width=width))
+        lines.append(look.line(strategy, points, dash=look.dash, width=_width(look, count=len(strategies))))
         known = [value for _, value in points if value is not None]
         if known and not look.differs:
-            spans.append(max(known))
-        limits = (strategy.get("tolerance") or {}).get(bound) or []
-        beyond = first_beyond(points, limits)
+            largest_of_equal.append(max(known))
+        beyond = first_beyond(points, _limits(strategy, bound))
         if beyond is not None:
             marks.append(RingMark(step=beyond[0], value=beyond[1], tone=look.tone, key=look.key))
     names = english_list([*baselines])
@@ -129,20 +129,45 @@ def _differences(comparison: Curve, field: str, bound: str, *, files: str, noun:
     if marks:
         caption += " A ring marks the first step beyond it."
     if reruns:
-        labels = dict.fromkeys(rerun["label"] for rerun, _ in reruns)
+        labels = dict.fromkeys(rerun.curve["label"] for rerun in reruns)
         caption += f" Gray: {names} again, rounding differently ({english_list(list(labels))})."
-    largest = f" Strategies that are the same differ by {difference(max(spans))} at most." if spans else ""
+    description = f"Relative difference of the {noun} from {names} at each step."
+    if largest_of_equal:
+        description += f" Strategies that are the same differ by {difference(max(largest_of_equal))} at most."
     return Chart(
         name=files,
         title=f"Difference of the {noun}",
         unit="relative difference",
         caption=caption,
-        description=f"Relative difference of the {noun} from {names} at each step.{largest} {_outcomes(strategies)}",
+        description=f"{description} {_outcomes(strategies)}",
         lines=tuple(lines),
         bands=bands,
         marks=tuple(marks),
         log=True,
     )
+
+
+def _rerun_lines(reruns: Sequence[_Rerun], field: str, steps: Sequence[int] | None) -> list[Line]:
+    """Return the differences of each rerun from its baseline."""
+    lines = []
+    for index, rerun in enumerate(reruns):
+        points = relative_points(rerun.curve[field], rerun.baseline[field], steps)
+        label = f"rerun: {rerun.curve['label']}"
+        lines.append(Line(label=label, points=points, tone="rerun", key=f"rerun{index}", width=1.2))
+    return lines
+
+
+def _width(look: Look, *, count: int) -> float:
+    """Return the width of a strategy's line, one of `count`: those that differ are wider."""
+    if look.differs:
+        return 2.2
+    return 1.5 if count <= _MANY else 0.9
+
+
+def _limits(strategy: Curve, bound: str) -> Sequence[float | None]:
+    """Return a strategy's bounds of each step; empty where it has none."""
+    tolerance: Curve = strategy.get("tolerance") or {}
+    return tolerance.get(bound) or []
 
 
 def relative_points(
@@ -167,20 +192,24 @@ def first_beyond(points: Sequence[Point], limits: Sequence[float | None]) -> tup
 
 def _bands(strategies: Sequence[Curve], bound: str, steps: Sequence[int]) -> Iterator[Band]:
     """Yield each tolerance, or the tightest and the loosest of many."""
-    bounds_of_steps: dict[tuple[float, ...], None] = {}
+    distinct: dict[tuple[float, ...], None] = {}
     for strategy in strategies:
-        limits = [limit for limit in (strategy.get("tolerance") or {}).get(bound) or [] if limit is not None]
+        limits = [limit for limit in _limits(strategy, bound) if limit is not None]
         if limits and steps:
-            bounds_of_steps[tuple(limits[min(place, len(limits) - 1)] for place in range(len(steps)))] = None
-    shown = [
-        (f"tolerance {scientific(bounds_of_step[0])}" if len(set(bounds_of_step)) == 1 else "tolerance", bounds_of_step)
-        for bounds_of_step in sorted(bounds_of_steps, reverse=True)
-    ]
-    if len(shown) > _MOST_TOLERANCES:
-        columns = list(zip(*bounds_of_steps, strict=True))
-        shown = [("loosest tolerance", tuple(map(max, columns))), ("tightest tolerance", tuple(map(min, columns)))]
-    for index, (label, bounds) in enumerate(shown):
-        yield Band(label=label, points=tuple(zip(steps, bounds, strict=True)), filled=index == 0)
+            # The last bound applies to all later steps.
+            distinct[tuple(limits[min(place, len(limits) - 1)] for place in range(len(steps)))] = None
+    labelled: list[tuple[str, tuple[float, ...]]] = []
+    if len(distinct) > _MOST_TOLERANCES:
+        of_steps = list(zip(*distinct, strict=True))
+        labelled.append(("loosest tolerance", tuple(map(max, of_steps))))
+        labelled.append(("tightest tolerance", tuple(map(min, of_steps))))
+    else:
+        for limits_of_steps in sorted(distinct, reverse=True):
+            is_constant = len(set(limits_of_steps)) == 1
+            label = f"tolerance {scientific(limits_of_steps[0])}" if is_constant else "tolerance"
+            labelled.append((label, limits_of_steps))
+    for index, (label, limits_of_steps) in enumerate(labelled):
+        yield Band(label=label, points=tuple(zip(steps, limits_of_steps, strict=True)), filled=index == 0)
 
 
 def _looked(strategies: Sequence[Curve]) -> Iterator[tuple[Curve, Look]]:

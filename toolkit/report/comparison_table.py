@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.parity.comparison import Comparison
+from toolkit.parity.comparison import Baseline, Comparison, StrategyResult
 from toolkit.parity.result import ParityResult
 from toolkit.report.terminal import table_console
 from toolkit.units import english_list
@@ -31,38 +31,51 @@ def print_comparison(comparison: Comparison, *, seconds: float) -> None:
     console.print(Text(comparison.title, style="bold"), Text(f"against {labels}"))
     console.print(_table(comparison, console.width))
     for baseline in baselines:
-        bounds = baseline.bounds
-        curve = baseline.run.curve
-        last = len(curve) - 1
-        loss, norm = bounds.curve.at(0)
-        last_loss, last_norm = bounds.curve.at(last)
-        allowed = f"loss {loss:.1e} in step {curve.step(1)} to {last_loss:.1e} in step {curve.step(last + 1)}"
-        if curve.grad_norms:
-            allowed += f", grad norm {norm:.1e} to {last_norm:.1e}"
-        if baseline.run.initial:  # finished runs keep no tensors
-            allowed += f", weights {bounds.parameters:.1e}, one gradient {bounds.gradient:.1e}"
-        _wrapped(console, "allowed", allowed + f" ({curve.label})" * (len(baselines) > 1))
+        name = f" ({baseline.run.curve.label})" if len(baselines) > 1 else ""
+        _wrapped(console, "allowed", f"{_allowed(baseline)}{name}")
     _wrapped(console, "from", baselines[0].bounds.curve.source)
     for note in comparison.notes:
         _wrapped(console, "note", note)
     for strategy in comparison.results:
-        if strategy.error:
-            _wrapped(console, strategy.name, f"failed: {strategy.error}", style="bold red")
-            if strategy.command:
-                _wrapped(console, "", f"alone: {strategy.command}")
-        elif strategy.diagnosis is not None:
-            diagnosis = strategy.diagnosis
-            said = (
-                diagnosis.sentence if strategy.outcome == "cannot tell" else f"{diagnosis.cause}: {diagnosis.sentence}"
-            )
-            _wrapped(console, strategy.name, said, style=_STYLE[strategy.outcome])
-            if diagnosis.evidence:
-                _wrapped(console, "", diagnosis.evidence)
+        _print_reasons(console, strategy)
     console.print(
         Text(_summary(comparison), style=f"bold {_STYLE[comparison.outcome]}"),
         Text(f"({seconds:.0f} s)", style="dim"),
         soft_wrap=True,
     )
+
+
+def _allowed(baseline: Baseline) -> str:
+    """Say which differences from a baseline are within the tolerance."""
+    bounds = baseline.bounds
+    curve = baseline.run.curve
+    last = len(curve) - 1
+    first_loss, first_norm = bounds.curve.at(0)
+    last_loss, last_norm = bounds.curve.at(last)
+    allowed = f"loss {first_loss:.1e} in step {curve.step(1)} to {last_loss:.1e} in step {curve.step(last + 1)}"
+    if curve.grad_norms:
+        allowed += f", grad norm {first_norm:.1e} to {last_norm:.1e}"
+    if baseline.run.initial:  # finished runs keep no tensors
+        allowed += f", weights {bounds.parameters:.1e}, one gradient {bounds.gradient:.1e}"
+    return allowed
+
+
+def _print_reasons(console: Console, strategy: StrategyResult) -> None:
+    """Print why a strategy failed, or how it differs; nothing for one that trains the same."""
+    if strategy.error:
+        _wrapped(console, strategy.name, f"failed: {strategy.error}", style="bold red")
+        if strategy.command:
+            _wrapped(console, "", f"alone: {strategy.command}")
+        return
+    diagnosis = strategy.diagnosis
+    if diagnosis is None:
+        return
+    sentence = diagnosis.sentence
+    if strategy.outcome != "cannot tell":
+        sentence = f"{diagnosis.cause}: {sentence}"
+    _wrapped(console, strategy.name, sentence, style=_STYLE[strategy.outcome])
+    if diagnosis.evidence:
+        _wrapped(console, "", diagnosis.evidence)
 
 
 def _summary(comparison: Comparison) -> str:
