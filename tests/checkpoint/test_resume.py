@@ -202,7 +202,7 @@ def test_a_skipped_update_is_remembered(train: Train, tmp_path: Path, monkeypatc
         if engine.engine.global_steps == 0 and not getattr(engine, "skipped", False):
             engine.skipped = True  # type: ignore[attr-defined]
             engine._fp16 = True
-            deepspeed_patches.discard_gradients(engine.engine, zero_stage=0)
+            deepspeed_patches.discard_gradients(engine.engine, micro_steps=engine.engine.micro_steps + 1)
             return Update(totals=totals.tolist(), grad_norm=1.0, skipped=True)
         return update(engine, totals)
 

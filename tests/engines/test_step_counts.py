@@ -18,7 +18,7 @@ import torch.distributed as dist
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
-from toolkit.engines.base import read_together
+from toolkit.engines.host_read import read_together
 from toolkit.parallel.host_numbers import draw_number
 from toolkit.training.train import train
 
@@ -107,7 +107,7 @@ def test_the_host_waits_for_the_device_at_the_end_of_a_step_alone(counted: Count
     """Once for the loss, the norm, the fingerprint of the batch and whether a rank wants to stop."""
     for counts, _ in counted(layout):
         reads = Counter({(read.phase, read.place.partition(":")[0]): n for read, n in counts.host_reads.items()})
-        assert reads == {(UPDATE, "toolkit/engines/base.py"): 1}
+        assert reads == {(UPDATE, "toolkit/engines/host_read.py"): 1}
 
 
 @pytest.mark.parametrize("layout", ["reference", "dp2-ddp", "dp2-z0", "dp2-z2", "dp2-z3", "dp2-z1", "tp2-z1"])

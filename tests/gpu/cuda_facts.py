@@ -13,6 +13,8 @@ class Facts:
     """Calls of each operation of PyTorch."""
     reads: Counter[str] = field(default_factory=Counter)
     """Numbers of the device that the host read, by file and function."""
+    order: list[str] = field(default_factory=list)
+    """`read` for each of them, and `update` for each kernel of the optimizer."""
     blocking_copies: Counter[str] = field(default_factory=Counter)
     """Copies between host and device for which the host waited, by file and function."""
     fused: list[tuple[set[str], set[str]]] = field(default_factory=list)

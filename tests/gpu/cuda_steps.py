@@ -120,6 +120,7 @@ def place(tensor: torch.Tensor) -> str:
 def watched(facts: Facts) -> Iterator[None]:
     """Note the operations of the last step."""
     dispatch = FakeRank.__torch_dispatch__
+    wait = torch.cuda.Event.synchronize
     take = rank_step.take_step
 
     def noting(mode: FakeRank, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,23 +129,32 @@ def watched(facts: Facts) -> Iterator[None]:
         facts.operations[func._schema.name] += 1
         if func is aten._local_scalar_dense.default and args[0].device.type == "cuda":
             facts.reads[_caller(sys._getframe(1))] += 1
+            facts.order.append("read")
         if _is_blocking_copy(func, args, kwargs or {}):
             facts.blocking_copies[_caller(sys._getframe(1))] += 1
         if func._schema.name == "aten::_fused_adamw_":
             tensors = [tensor for tensors in args[:6] for tensor in tensors]
+            facts.order.append("update")
             facts.fused.append(({str(one.device) for one in tensors}, {str(one.dtype) for one in tensors}))
         return dispatch(mode, func, types, args, kwargs)
+
+    def synchronize(event: torch.cuda.Event) -> None:
+        facts.reads[_caller(sys._getframe(1))] += 1
+        facts.order.append("read")
+        wait(event)
 
     def take_step(engine: Engine, job: Job) -> None:
         LOG.clear()
         facts.operations.clear()
         facts.reads.clear()
+        facts.order.clear()
         facts.blocking_copies.clear()
         facts.fused.clear()
         take(engine, job)
 
     with (
         mock.patch.object(FakeRank, "__torch_dispatch__", noting),
+        mock.patch.object(torch.cuda.Event, "synchronize", synchronize),
         mock.patch.object(rank_step, "take_step", take_step),
     ):
         yield

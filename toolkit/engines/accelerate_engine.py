@@ -1,6 +1,5 @@
 """DDP and FSDP2 through accelerate: the strategies that users compare with DeepSpeed."""
 
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -19,11 +18,12 @@ from typing_extensions import override
 
 from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
-from toolkit.engines.base import Update, read_together
+from toolkit.engines.base import Update
 from toolkit.engines.compiled_layers import CompiledLayers
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.full_forward import DataParallelEngine
 from toolkit.engines.gradient_norm import clip_gradients
+from toolkit.engines.host_read import update_if_finite
 from toolkit.engines.optimizer import connect_optimizer, fill_missing_gradients, parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import PlainStates, state_kinds
 from toolkit.engines.routing import find_routing
@@ -143,12 +143,9 @@ class AccelerateEngine(DataParallelEngine):
     def _update(self, totals: torch.Tensor) -> Update:
         fill_missing_gradients(self.model.parameters())
         norm = clip_gradients(self.model.parameters(), self.grad_clip)
-        values, grad_norm = read_together(totals, norm)
-        is_finite = math.isfinite(grad_norm)
-        if is_finite:
-            self.optimizer.step()
+        update = update_if_finite(self.optimizer, totals, norm, self.optimizer.step)
         self.optimizer.zero_grad()
-        return Update(totals=values, grad_norm=grad_norm, skipped=not is_finite)
+        return update
 
     def _average_first_gradients(self) -> None:
         """Average the gradients of the first step, and tell DDP whether some parameters have none.

@@ -436,14 +436,8 @@ class DistributedEngine(Engine):
     def _update(self, totals: torch.Tensor) -> Update:
         """Clip, take the optimizer step unless the norm is not finite, and clear the gradients.
 
-        The host reads `totals`, fp64, together with the norm, and nothing else.
+        The host reads `totals`, fp64, together with the norm, and nothing else (toolkit/engines/host_read.py).
         """
-
-
-def read_together(totals: torch.Tensor, norm: torch.Tensor) -> tuple[list[float], float]:
-    """Copy `totals`, fp64, and a norm to the host at once: it waits for the device a single time."""
-    *values, norm_value = torch.cat([totals, norm.detach().reshape(1).to(totals)]).tolist()
-    return values, norm_value
 
 
 def loss_error(loss: float, local: torch.Tensor) -> NonFiniteError:

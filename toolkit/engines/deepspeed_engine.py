@@ -16,12 +16,13 @@ from typing_extensions import override
 from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines import deepspeed_patches
-from toolkit.engines.base import DistributedEngine, Update, read_together
+from toolkit.engines.base import DistributedEngine, Update
 from toolkit.engines.compiled_layers import CompiledLayers
 from toolkit.engines.context_slices import ContextSlices
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.full_forward import DataParallelEngine
 from toolkit.engines.gradient_norm import full_grad_norm
+from toolkit.engines.host_read import read_together, update_if_finite
 from toolkit.engines.optimizer import connect_optimizer, parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import deepspeed_states, state_kinds
 from toolkit.engines.routing import find_routing
@@ -77,11 +78,11 @@ class DeepSpeedBase(DistributedEngine):
 
     def _zero_update(self, totals: torch.Tensor, step: Callable[[], None]) -> Update:
         """Take a `step` of ZeRO 1, 2 or 3, which decides by its norm; the host reads `totals` where it reads that."""
-        with deepspeed_patches.one_host_read(self.optimizer, totals) as read:
+        with deepspeed_patches.one_host_read(self.optimizer, totals, fp16=self._fp16) as read:
             step()
         reported = self.engine.get_global_grad_norm()
         norm = math.nan if reported is None else read.norm(reported)
-        return Update(totals=read.totals(), grad_norm=norm, skipped=not self.engine.was_step_applied())
+        return Update(totals=read.totals(), grad_norm=norm, skipped=read.refused or not self.engine.was_step_applied())
 
     @override
     def release_gathered_weights(self) -> None:
@@ -192,6 +193,7 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
 
     @override
     def _update(self, totals: torch.Tensor) -> Update:
+        micro_steps = self.engine.micro_steps + 1
         if self._zero_stage > 0:
             update = self._zero_update(totals, self.engine.step)
         else:
@@ -199,21 +201,22 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
         if update.skipped:
             deepspeed_patches.clear_skipped_gradients(self.optimizer)
         if update.skipped and not self._fp16:
-            deepspeed_patches.discard_gradients(self.engine, zero_stage=self._zero_stage)
+            deepspeed_patches.discard_gradients(self.engine, micro_steps=micro_steps)
         return update
 
     def _plain_update(self, totals: torch.Tensor) -> Update:
         """Take a step of ZeRO-0, where DeepSpeed reports no norm: gradients are plain fp32 averages."""
         scaled_norm = full_grad_norm(self.model.parameters(), self.partition)
         scaler = self.engine.torch_autocast_z0_gradscaler
-        values, norm = read_together(totals, scaled_norm / scaler.get_scale() if scaler else scaled_norm)
+        if scaler is None:
+            with deepspeed_patches.known_norm(self.engine, scaled_norm):
+                return update_if_finite(self.optimizer, totals, scaled_norm, self.engine.step)
+        values, norm = read_together(totals, scaled_norm / scaler.get_scale())
         skipped = not math.isfinite(norm)
-        if skipped and self._fp16:
+        if skipped:
             # Each rank's scaler decides by the gradients that the rank has, and experts are not on all ranks.
             next(p.grad for p in self.model.parameters() if p.grad is not None).fill_(math.nan)
-        if self._fp16 or not skipped:
-            with deepspeed_patches.known_norm(self.engine, None if scaler else scaled_norm):
-                self.engine.step()  # a loss scaler skips by itself; otherwise DeepSpeed would apply a NaN
+        self.engine.step()  # the scaler skips by itself
         return Update(totals=values, grad_norm=norm, skipped=skipped)
 
     @override

@@ -27,10 +27,11 @@ from deepspeed.runtime.zero import leaf_module_config, stage3, stage_1_and_2
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typing_extensions import override
 
 from toolkit.config.layout import Layout
-from toolkit.engines.base import read_together
 from toolkit.engines.gradient_norm import full_grad_norm, scale_down, total_norm
+from toolkit.engines.host_read import HostNumbers, read_together, skipping_unless, skips_on_device
 from toolkit.model_init.model_partition import ModelPartition
 from toolkit.parallel.groups import ParallelGroups
 
@@ -283,6 +284,9 @@ def _is_offloaded(optimizer: Any) -> bool:
 class HostRead:
     """The one read of a step: `totals`, fp64, and the norm by which DeepSpeed decides whether to take the update."""
 
+    refused = False
+    """Whether the norm was not finite."""
+
     def __init__(self, totals: torch.Tensor, scale: float) -> None:
         self._unread = totals
         self._scale = scale
@@ -292,8 +296,11 @@ class HostRead:
 
     def is_invalid(self, norm: torch.Tensor | float) -> bool:
         """Return what DeepSpeed's `is_invalid_grad_norm` does: whether a norm is not finite, or marked by -1."""
-        value = self._value(norm)
-        return not math.isfinite(value) or value < 0
+        self.refused = _is_invalid(self._value(norm))
+        return self.refused
+
+    def finish(self) -> None:
+        """Called behind DeepSpeed's step."""
 
     def norm(self, reported: torch.Tensor | float) -> float:
         """Return the norm that DeepSpeed reports once it has divided by the loss scale."""
@@ -317,17 +324,60 @@ class HostRead:
         return self._norm
 
 
+class LateHostRead(HostRead):
+    """The read behind an update that the optimizer skips on the device where the norm is not finite.
+
+    DeepSpeed is told that every norm is valid. Where the norm is not, its step clips by nonsense gradients that are
+    dropped afterwards, and copies weights that have not changed.
+    """
+
+    def __init__(self, totals: torch.Tensor, optimizer: Any, patches: ExitStack) -> None:
+        super().__init__(totals, scale=1.0)
+        self._optimizer = optimizer
+        self._patches = patches
+        self._numbers: HostNumbers | None = None
+
+    @override
+    def is_invalid(self, norm: torch.Tensor | float) -> bool:
+        if self._numbers is None and isinstance(norm, torch.Tensor):
+            self._numbers = HostNumbers(self._unread, norm)
+            is_valid = torch.isfinite(norm) & (norm >= 0)
+            self._patches.enter_context(skipping_unless(is_valid, self._optimizer))
+        return False
+
+    @override
+    def finish(self) -> None:
+        if self._numbers is not None:
+            self._totals, self._norm = self._numbers.read()
+            self.refused = _is_invalid(self._norm)
+
+    @override
+    def norm(self, reported: torch.Tensor | float) -> float:
+        # DeepSpeed reports infinity for an update that it has skipped.
+        return math.inf if self.refused else self._norm
+
+
+def _is_invalid(norm: float) -> bool:
+    return not math.isfinite(norm) or norm < 0
+
+
 @contextmanager
-def one_host_read(optimizer: Any, totals: torch.Tensor) -> Iterator[HostRead]:
+def one_host_read(optimizer: Any, totals: torch.Tensor, *, fp16: bool) -> Iterator[HostRead]:
     """Let the host wait for the device once in a step of ZeRO: for the norm, and `totals` with it.
+
+    It waits behind the update where the optimizer can skip that on the device (toolkit/engines/host_read.py), but not
+    in fp16, where the host changes the loss scale by the norm.
 
     DeepSpeed 0.19.8 reads the norm to decide whether to take the update, again for each group that it scales
     (deepspeed/runtime/zero/stage_1_and_2.py `unscale_and_clip_grads`), and the coefficient of clipping
     (deepspeed/runtime/utils.py `clip_tensors_by_global_norm`), and the norms of experts (`get_norm_with_moe_layers`,
     there). It waits as well to send a GPU the number -1 (`mask_nan_or_inf_with_val_inplace`, there). No issue is known.
     """
-    read = HostRead(totals, scale=float(getattr(optimizer, "loss_scale", 1.0)))
     with ExitStack() as patches:
+        if skips_on_device(optimizer) and not fp16:
+            read: HostRead = LateHostRead(totals, optimizer, patches)
+        else:
+            read = HostRead(totals, scale=float(getattr(optimizer, "loss_scale", 1.0)))
         for module in (bf16_optimizer, stage_1_and_2, stage3):
             patches.enter_context(mock.patch.object(module, "is_invalid_grad_norm", read.is_invalid))
         for module in (utils, stage_1_and_2, stage3):
@@ -335,6 +385,7 @@ def one_host_read(optimizer: Any, totals: torch.Tensor) -> Iterator[HostRead]:
         patches.enter_context(mock.patch.object(bf16_optimizer, "clip_tensors_by_global_norm", _clip_at_once))
         patches.enter_context(mock.patch.object(bf16_optimizer, "get_norm_with_moe_layers", _with_experts_already))
         yield read
+    read.finish()
 
 
 def _mark_invalid(input: torch.Tensor, device: torch.device | None = None, val: float = -1.0) -> None:
@@ -424,15 +475,14 @@ def clear_skipped_gradients(optimizer: Any) -> None:
             optimizer.averaged_gradients[group] = None
 
 
-def discard_gradients(engine: Any, *, zero_stage: int) -> None:
-    """Discard the gradients of a step that is not taken.
+def discard_gradients(engine: Any, *, micro_steps: int) -> None:
+    """Discard the gradients of a step that is not taken, and count its micro-batches: `micro_steps` until now.
 
-    DeepSpeed 0.19.8 counts micro-batches in `step` alone (deepspeed/runtime/engine.py): without it, which ZeRO-0 needs
-    because it would apply a NaN, the accumulation would end one micro-batch late ever after. No issue is known.
+    DeepSpeed 0.19.8 counts micro-batches in `step` alone (deepspeed/runtime/engine.py), which is not called where
+    ZeRO-0 would apply a NaN: the accumulation would end one micro-batch late ever after. No issue is known.
     """
     engine.zero_grad()
-    if zero_stage == 0:
-        engine.micro_steps += 1
+    engine.micro_steps = micro_steps
 
 
 def link_optimizer_states(wrapper: Any, partitions: Iterable[torch.Tensor], state: Any) -> None:

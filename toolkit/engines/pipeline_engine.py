@@ -18,13 +18,14 @@ from toolkit.config.job import Job
 from toolkit.config.pipeline_schedules import SPLITTING
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines import deepspeed_patches
-from toolkit.engines.base import StepResult, Update, read_together
+from toolkit.engines.base import StepResult, Update
 from toolkit.engines.context_slices import ContextSlices
 from toolkit.engines.deepspeed_engine import DeepSpeedBase, model_dtype
 from toolkit.engines.deepspeed_patches import equalize_norm_calls, quiet_stdout, reduce_in_the_buckets_there_are
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.full_forward import add_by_source, nan_unless_finite
 from toolkit.engines.gradient_norm import full_grad_norm
+from toolkit.engines.host_read import update_if_finite
 from toolkit.engines.routing import find_routing
 from toolkit.engines.scheduled_pipeline import ScheduledPipeline
 from toolkit.model_init.model_partition import ModelPartition
@@ -305,14 +306,11 @@ class PipelineEngine(DeepSpeedBase):
             update = self._zero_update(totals, self.engine._exec_optimizer_step)
             return replace(update, skipped=update.skipped or not math.isfinite(update.grad_norm))
         norm = full_grad_norm(self.model.parameters(), self.partition)
-        values, grad_norm = read_together(totals, norm)
-        is_finite = math.isfinite(grad_norm)
-        if is_finite:
-            with deepspeed_patches.known_norm(self.engine, norm):
-                self.engine._exec_optimizer_step()
-        else:
+        with deepspeed_patches.known_norm(self.engine, norm):
+            update = update_if_finite(self.optimizer, totals, norm, self.engine._exec_optimizer_step)
+        if update.skipped:
             self.engine.zero_grad()
-        return Update(totals=values, grad_norm=grad_norm, skipped=not is_finite)
+        return update
 
 
 def _tensors(micro_batch: MicroBatch, device: torch.device) -> tuple[Any, torch.Tensor]:

@@ -13,10 +13,11 @@ from typing_extensions import override
 
 from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
-from toolkit.engines.base import StepResult, Update, gradient_error, read_together
+from toolkit.engines.base import StepResult, Update, gradient_error
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.full_forward import FullForwardEngine
 from toolkit.engines.gradient_norm import clip_gradients
+from toolkit.engines.host_read import read_together
 from toolkit.engines.optimizer import connect_optimizer, fill_missing_gradients, parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import PlainStates, state_kinds
 from toolkit.engines.routing import find_routing
