@@ -648,6 +648,7 @@ DISTILLATIONS = [
     Bad(ASK_TEACHER, "with train.distill.teacher=./hf: the model has 16 positions. Set data.seq_len", {"hf/config.json": fields(n_positions=16)}),
     Bad(ASK_TEACHER, "with train.distill.teacher=./hf: its ids go up to 256", {"hf/config.json": fields(vocab_size=64)}),
     Bad(ASK_TEACHER, "train.distill.teacher=./hf: transformer.wte.weight is stored as [257, 8]", {"hf/config.json": fields(n_embd=16)}),
+    Bad(f"{ASK_TEACHER} model.overrides.vocab_size=300 train.distill.top_k=300", "top_k=300 with teacher=./hf: the teacher has a vocabulary of 257. Set"),
     Bad(ASK_TEACHER, "train.distill.teacher=./hf: its own code or config fails", {"hf/config.json": fields(model_type="nothing")}),
 ]
 CHECKPOINTS = [

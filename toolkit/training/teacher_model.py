@@ -54,11 +54,7 @@ def teach(
         return
     (text,) = corpora.sources.values()
     samples = loader.train
-    if section.top_k > vocabulary:
-        reason = f"the model has a vocabulary of {vocabulary}"
-        raise RunError.of(
-            "train.distill.top_k", section.top_k, reason, ("train.distill.top_k", f"{vocabulary} or less")
-        )
+    _check_top_k(section.top_k, "the model", vocabulary)
     digest = _digest(job.recipe, section, text, samples, vocabulary)
     table = TeacherTable(
         folder=text.corpus.path.parent / f"teacher-{digest}",
@@ -74,7 +70,7 @@ def teach(
         _check_shared(table, device)
         asked = teacher_job(job)
         with refused_as_teacher(section.teacher):
-            engine = _build(asked, device, corpora, create)
+            engine = _build(asked, device, corpora, create, top_k=section.top_k)
         _compute(engine, asked, loader, ordered, table, int(done), vocabulary, say)
         _free(engine)
     _check_shared(table, device)
@@ -115,12 +111,21 @@ def _compute(
             say(f"teacher's top {section.top_k} tokens: {last / rows:.0%}")
 
 
-def _build(job: Job, device: torch.device, corpora: Corpora, create: Callable[..., Engine]) -> Engine:
-    """Build the teacher. Raises a ToolkitError for one that cannot be built, or has another tokenizer."""
+def _build(job: Job, device: torch.device, corpora: Corpora, create: Callable[..., Engine], *, top_k: int) -> Engine:
+    """Build the teacher. Raises a ToolkitError for one that cannot be built, or of another tokenizer or few tokens."""
     config = check_model(job.recipe, device)
     check_vocabulary(job.recipe, config, corpora)
+    _check_top_k(top_k, "the teacher", config.get_text_config().vocab_size)
     job = replace(with_vectors_alone(job, config), shape=find_shape(config))
     return create(job, device, deepspeed_config(job, config, device), eos_id=corpora.eos_id)
+
+
+def _check_top_k(top_k: int, name: str, vocabulary: int) -> None:
+    """Raise RunError for more tokens than the vocabulary of the student or of the teacher has."""
+    if top_k > vocabulary:
+        field = "train.distill.top_k"
+        reason = f"{name} has a vocabulary of {vocabulary}"
+        raise RunError.of(field, top_k, reason, (field, f"{vocabulary} or less"))
 
 
 def _free(engine: Engine) -> None:
