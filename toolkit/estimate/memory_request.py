@@ -162,34 +162,22 @@ class MemoryRequest:
             on_host=on_host,
             has_head=stage == layout.pp - 1,
         )
-        unrecorded = {
-            "routers": in_flight * kept_by_router_losses(setup, layers),
-            "attention": in_flight * _outputs_of_heads(setup, layers, rank.product_bytes),
-        }
+        unrecorded = _unrecorded(setup, layers, rank, in_flight=in_flight)
         unrecorded_bytes = sum(unrecorded.values())
-        by_kind = {**shares.by_kind, "working": shares.working, "ends": shares.ends}
-        for kind, size in unrecorded.items():
-            if size:
-                by_kind[kind] = by_kind.get(kind, 0) + size
-        # Both beyond the resident bytes: while the last micro-batch computes, and at the end of the step.
         live = worst.activations + worst.fresh_gradients + unrecorded_bytes
-        backward = states.accumulated + states.buckets + gathered + buffers.at_peak + live
         last_gradient = states.accumulated + states.last_gradient + gathered + buffers.at_peak
-        update = max(last_gradient, max(states.reduction, states.step) + buffers.between)
-        breakdown = self._broken_down(
-            stage,
-            rank,
-            buffers,
+        peak = _Peak(
             gradients=states.accumulated + worst.fresh_gradients,
             buckets=states.buckets + buffers.at_peak,
             gathered=gathered,
-            activations=by_kind,
-            backward=backward,
-            update=update,
+            activations=shares.shown(unrecorded),
+            logits=shares.logits,
+            backward=states.accumulated + states.buckets + gathered + buffers.at_peak + live,
+            update=max(last_gradient, max(states.reduction, states.step) + buffers.between),
         )
+        breakdown = self._broken_down(stage, rank, buffers, peak)
         return replace(
             breakdown,
-            logits=shares.logits,
             host=replace(states.host, activations=on_host * in_flight),
             static=breakdown.static + buffers.between,
             step=TrainingStep(
@@ -206,24 +194,8 @@ class MemoryRequest:
             ),
         )
 
-    def _broken_down(
-        self,
-        pipe: int,
-        rank: RankStates,
-        buffers: PipelineBuffers,
-        *,
-        gradients: int,
-        buckets: int,
-        gathered: int,
-        activations: Mapping[str, int],
-        backward: int,
-        update: int,
-    ) -> MemoryBreakdown:
-        """Break down the peak of a pipeline rank: what stays between steps, and what one of two moments adds.
-
-        `gradients`, `buckets`, `gathered`, `activations`: bytes while the last micro-batch computes, beside those that
-        stay. `backward`, `update`: all bytes of that moment and of the end of the step, beside those that stay.
-        """
+    def _broken_down(self, pipe: int, rank: RankStates, buffers: PipelineBuffers, peak: "_Peak") -> MemoryBreakdown:
+        """Break down the peak of a pipeline rank: what stays between steps, and what one of two moments adds."""
         setup = self.setup
         layout = setup.layout
         engine = self.framework
@@ -241,21 +213,21 @@ class MemoryRequest:
             trained_count=params.trained,
             parameters=resident.parameters,
             reference=resident.reference,
-            gradients=resident.gradients + gradients,
+            gradients=resident.gradients + peak.gradients,
             masters=resident.masters,
             optimizer=resident.optimizer,
-            buckets=resident.buckets + buckets,
-            gathered=gathered,
+            buckets=resident.buckets + peak.buckets,
+            gathered=peak.gathered,
             model_buffers=resident.model_buffers + counters,
-            activations=activations,
-            logits=0,
-            update=max(0, update - backward),
+            activations=peak.activations,
+            logits=peak.logits,
+            update=max(0, peak.update - peak.backward),
             host=rank.states.host,
             nvme=rank.states.nvme,
             host_loading=_loading(engine, params, layout.tp),
             static=static + workspace,
             workspace=workspace,
-            **beside(layout, self.gpu, static + max(backward, update) + workspace),
+            **beside(layout, self.gpu, static + max(peak.backward, peak.update) + workspace),
         )
 
     def _scheduled_breakdown(self, pipe: int, stage_layers: Sequence[range]) -> MemoryBreakdown:
@@ -283,21 +255,18 @@ class MemoryRequest:
             in_stage = self._stage_bytes(stage, stage_layers[stage], rank, stage_pass, hidden=buffers.hidden)
             passes[stage] = stage_pass.recorded
             bytes_of[stage] = replace(in_stage, gradients=int(accumulated * share))
-        peak = schedule_peak(schedule, pipe, bytes_of, hidden=buffers.hidden)
-        backward = peak.gradients + states.buckets + states.gathered + peak.live
-        last_gradient = accumulated + states.last_gradient + states.gathered + peak.messages
-        update = max(last_gradient, states.reduction, states.step)
-        return self._broken_down(
-            pipe,
-            rank,
-            buffers,
-            gradients=peak.gradients,
-            buckets=states.buckets + peak.messages,
+        worst = schedule_peak(schedule, pipe, bytes_of, hidden=buffers.hidden)
+        last_gradient = accumulated + states.last_gradient + states.gathered + worst.messages
+        peak = _Peak(
+            gradients=worst.gradients,
+            buckets=states.buckets + worst.messages,
             gathered=states.gathered,
-            activations=_kinds_at(peak, passes, stage_layers, bytes_of),
-            backward=backward,
-            update=update,
+            activations=_kinds_at(worst, passes, stage_layers, bytes_of),
+            logits=0,
+            backward=worst.gradients + states.buckets + states.gathered + worst.live,
+            update=max(last_gradient, states.reduction, states.step),
         )
+        return self._broken_down(pipe, rank, buffers, peak)
 
     def _after_teacher(self, breakdowns: Sequence[MemoryBreakdown]) -> Iterator[MemoryBreakdown]:
         """Yield the breakdowns of ranks, with what the teacher of a distillation takes before the student is built."""
@@ -451,6 +420,25 @@ class MemoryRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Peak:
+    """Bytes beside those that stay between steps, at the two moments of which one is a rank's peak.
+
+    All but `update` are of the moment at which most is live while the last micro-batch computes.
+    """
+
+    gradients: int
+    buckets: int
+    gathered: int
+    activations: Mapping[str, int]
+    """By kind, as a MemoryBreakdown has them."""
+    logits: int
+    backward: int
+    """All bytes of that moment."""
+    update: int
+    """All bytes at the end of the step: while the last gradient is reduced, or the update runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _StagePass:
     """What one micro-batch allocates in a stage of a schedule."""
 
@@ -577,6 +565,14 @@ def _keys_and_values(setup: TrainingSetup, itemsize: int) -> int:
     return recomputed + layout.cp_ulysses * tokens * width * (4 * itemsize + 8)
 
 
+def _unrecorded(setup: TrainingSetup, layers: range, rank: RankStates, *, in_flight: int) -> dict[str, int]:
+    """Return the bytes of activations that the recording of a stage lacks, by kind, of `in_flight` micro-batches."""
+    return {
+        "routers": in_flight * kept_by_router_losses(setup, layers),
+        "attention": in_flight * _outputs_of_heads(setup, layers, rank.product_bytes),
+    }
+
+
 def _outputs_of_heads(setup: TrainingSetup, layers: Sequence[int], itemsize: int) -> int:
     """Bytes that layers keep of a micro-batch where context-parallel ranks exchange heads: outputs of attention as they
     were computed, beside those that came back to the rank. 0 in layers that are recomputed."""
@@ -695,6 +691,14 @@ class _ActivationShares:
     ends: int
     """All else: embedding, tables and final norm."""
 
+    def shown(self, unrecorded: Mapping[str, int]) -> dict[str, int]:
+        """Return them by kind as a MemoryBreakdown has them, with what the recording lacks, and without the logits."""
+        by_kind = {**self.by_kind, "working": self.working, "ends": self.ends}
+        for kind, size in unrecorded.items():
+            if size:
+                by_kind[kind] = by_kind.get(kind, 0) + size
+        return by_kind
+
 
 def _activation_shares(
     recorded: Activations, layers: range, *, in_flight: int, peak: int, on_host: int, has_head: bool
@@ -722,8 +726,9 @@ def _activation_shares(
 
 
 def _loading(framework: DeepSpeedSettings | TorchStates, params: RankParameters, tp: int) -> int:
-    """Host memory while loading: a rank builds its share and moves it; under ZeRO-3 one layer or embedding at a time.
+    """Return the bytes in host memory while the model is built, before it moves to the device.
 
+    A rank builds all of its share at once; under ZeRO-3 one layer or embedding at a time.
     Random weights of a layer are drawn whole, in fp32, then sharded and cast; weights from files are sharded first.
     """
     if isinstance(framework, TorchStates):
