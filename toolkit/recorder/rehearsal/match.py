@@ -49,19 +49,32 @@ def find_mismatch(layout: Layout, calls: Calls) -> Mismatch | None:
     if mismatch is not None:
         return mismatch
     match = _Match(layout, programs)
-    stuck = match.run()
-    if stuck is None:
+    conflict = match.run()
+    if conflict is None:
         return _ring_mismatch(layout, kinds, programs)
-    first, second, group = stuck
-    mismatch = _described(first, second, group, kinds, programs)
+    mismatch = _described(conflict, kinds, programs)
     if mismatch.calls != ("none", "none"):
         return mismatch
     # Over this group they do the same, but one of them is still, or already, at a call of another group.
-    heads = [match.waits_in(rank) for rank in (first, second)]
-    return replace(mismatch, step=match.number(first, group), calls=(heads[0], heads[1]))
+    return replace(
+        mismatch,
+        step=match.number(conflict.rank, conflict.group),
+        calls=(match.waits_in(conflict.rank), match.waits_in(conflict.other)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Conflict:
+    """Two ranks that do not fit together over a group."""
+
+    rank: int
+    other: int
+    group: str
 
 
 class _Match:
+    """Ranks that go through their calls, each waiting for the others where a call needs them."""
+
     def __init__(self, layout: Layout, programs: Mapping[int, Sequence[Collective]]) -> None:
         self.layout = layout
         self.groups = Groups(layout)
@@ -71,8 +84,8 @@ class _Match:
         self._on_the_way: Counter[tuple[int, int, str]] = Counter()
         """Messages of pipeline schedules that were sent and not yet waited for: sender, receiver, and name."""
 
-    def run(self) -> tuple[int, int, str] | None:
-        """Run all ranks to their ends; return two ranks that do not fit together and their group, or None."""
+    def run(self) -> _Conflict | None:
+        """Run all ranks to their ends; return two ranks that do not fit together, or None."""
         ready = deque(self.programs)
         while ready:
             rank = ready.popleft()
@@ -94,19 +107,19 @@ class _Match:
                 continue
             for other, theirs in calls.items():
                 if theirs is not None and not _fit(call, theirs):
-                    return rank, other, call.group
-            for of in members:
-                self.at[of] += 1
+                    return _Conflict(rank=rank, other=other, group=call.group)
+            for member in members:
+                self.at[member] += 1
             ready.extend(members)
         return self._first_stuck()
 
     def waits_in(self, rank: int) -> str:
-        """The call that a rank is at, with its group."""
+        """Return the call that a rank is at, with its group, in words."""
         call = self._next(rank)
         return "come to its end" if call is None else f"{call} of group {call.group} next"
 
     def number(self, rank: int, group: str) -> int:
-        """How many calls of a group a rank has come to."""
+        """Count the calls of a group that a rank has come to."""
         return sum(call.group == group for call in self.programs[rank][: self.at[rank] + 1])
 
     def _next(self, rank: int) -> Collective | None:
@@ -141,24 +154,27 @@ class _Match:
             return False
         return sorted(self._ranks_of(theirs, other)) == sorted(self._ranks_of(call, rank))
 
-    def _first_stuck(self) -> tuple[int, int, str] | None:
-        """Return the rank that has come least far, and one that it waits for."""
+    def _first_stuck(self) -> _Conflict | None:
+        """Return the rank that has come least far, and one that it waits for; None where all are at their ends."""
         waiting = [rank for rank in self.programs if self._next(rank) is not None]
         for rank in sorted(waiting, key=lambda rank: (self.at[rank], rank)):
             call = self._next(rank)
             assert call is not None
             if call.kind == WAIT:
-                return rank, self.other_end(call, rank), call.group
+                return _Conflict(rank=rank, other=self.other_end(call, rank), group=call.group)
             for other in self._ranks_of(call, rank):
                 if not self._meets(call, rank, self._next(other), other):
-                    return rank, other, call.group
+                    return _Conflict(rank=rank, other=other, group=call.group)
         return None
 
 
 def _fit(call: Collective, other: Collective) -> bool:
-    if call is other or {call.kind, other.kind} != {"send", "receive"}:
-        return call is other or (call.kind not in ("send", "receive") and call.fits(other))
-    return call.shapes == other.shapes and call.dtype == other.dtype and call.message == other.message
+    """Whether two calls that meet belong together: a message with its receipt, or the same collective on two ranks."""
+    if call is other:
+        return True
+    if {call.kind, other.kind} == {"send", "receive"}:
+        return call.shapes == other.shapes and call.dtype == other.dtype and call.message == other.message
+    return call.kind not in ("send", "receive") and call.fits(other)
 
 
 def _channel_mismatch(
@@ -192,18 +208,23 @@ def _first_unlike(
     received: Sequence[Collective],
 ) -> Mismatch | None:
     """Return the first message from one rank to the other that is not received as it is sent."""
-    step = next((i for i, pair in enumerate(zip(sent, received, strict=False)) if not _fit(*pair)), None)
-    if step is None and len(sent) == len(received):
+    both = min(len(sent), len(received))
+    place = next((place for place in range(both) if not _fit(sent[place], received[place])), both)
+    if place == len(sent) == len(received):
         return None
-    step = min(len(sent), len(received)) if step is None else step
-    calls = [str(messages[step]) if step < len(messages) else "none" for messages in (sent, received)]
+    sender, receiver = ranks
     return Mismatch(
         ranks=ranks,
-        kinds=(kinds[ranks[0]].name, kinds[ranks[1]].name),
+        kinds=(kinds[sender].name, kinds[receiver].name),
         group=group,
-        step=step + 1,
-        calls=(calls[0], calls[1]),
+        step=place + 1,
+        calls=(_described_call(sent, place), _described_call(received, place)),
     )
+
+
+def _described_call(calls: Sequence[Collective], place: int) -> str:
+    """Return a call in words; `none` behind the last one."""
+    return str(calls[place]) if place < len(calls) else "none"
 
 
 def _ring_mismatch(
@@ -231,29 +252,30 @@ def _ring_messages(program: Sequence[Collective], kind: str, distance: int) -> l
 
 
 def _described(
-    first: int,
-    second: int,
-    group: str,
-    kinds: Mapping[int, RankKind],
-    programs: Mapping[int, Sequence[Collective]],
+    conflict: _Conflict, kinds: Mapping[int, RankKind], programs: Mapping[int, Sequence[Collective]]
 ) -> Mismatch:
     """Say where the calls of two ranks over their group begin to differ."""
-    named = kinds[first], kinds[second]
-    lists = []
-    for kind, rank, other in ((named[0], first, second), (named[1], second, first)):
-        lists.append([call for call in programs[rank] if _is_between(call, group, kind.layout, rank, other)])
-    step = _first_difference(*lists)
-    described = tuple(str(calls[step]) if step < len(calls) else "none" for calls in lists)
+    rank = conflict.rank
+    other = conflict.other
+    group = conflict.group
+
+    def calls_of(caller: int, partner: int) -> list[Collective]:
+        layout = kinds[caller].layout
+        return [call for call in programs[caller] if _is_between(call, group, layout, rank=caller, other=partner)]
+
+    calls = calls_of(rank, other)
+    other_calls = calls_of(other, rank)
+    place = _first_difference(calls, other_calls)
     return Mismatch(
-        ranks=(first, second),
-        kinds=(named[0].name, named[1].name),
+        ranks=(rank, other),
+        kinds=(kinds[rank].name, kinds[other].name),
         group=group,
-        step=step + 1,
-        calls=(described[0], described[1]),
+        step=place + 1,
+        calls=(_described_call(calls, place), _described_call(other_calls, place)),
     )
 
 
-def _is_between(call: Collective, group: str, layout: Layout, rank: int, other: int) -> bool:
+def _is_between(call: Collective, group: str, layout: Layout, *, rank: int, other: int) -> bool:
     """Whether a call of a rank is one over the group; of messages, one to or from the other rank's stage."""
     if call.group != group or call.message:
         return False
@@ -265,9 +287,9 @@ def _is_between(call: Collective, group: str, layout: Layout, rank: int, other: 
 
 
 def _first_difference(left: Sequence[Collective], right: Sequence[Collective]) -> int:
-    """The index of the first calls that cannot meet, or that come from different functions of the code."""
-    for index, (one, other) in enumerate(zip(left, right, strict=False)):
-        is_message = {one.kind, other.kind} == {"send", "receive"}
-        if not _fit(one, other) or (one.where != other.where and not is_message):
+    """Return the index of the first calls that cannot meet, or that come from different functions of the code."""
+    for index, (call, other) in enumerate(zip(left, right, strict=False)):
+        is_message = {call.kind, other.kind} == {"send", "receive"}
+        if not _fit(call, other) or (call.where != other.where and not is_message):
             return index
     return min(len(left), len(right))
