@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -126,11 +126,10 @@ def rehearse(
         flops_per_byte=GPU_FLOPS_PER_BYTE if on_gpu else CPU_FLOPS_PER_BYTE,
     )
     estimates = request.stages()
-    taught: tuple[RehearsedKind, ...] = ()
-    problem = ""
+    teacher = _Outcome()
     if request.setup.teacher is not None and layers is None:
-        asked = replace(request, setup=request.setup.of_teacher())
-        taught, problem = _rehearsed_teacher(job, asked, estimates, on_gpu=on_gpu, progress=progress)
+        teacher_request = replace(request, setup=request.setup.of_teacher())
+        teacher = _teacher_plan(job, teacher_request, on_gpu=on_gpu).run(progress)
     pattern = request.setup.model.parameters.pattern
     bounds = request.bounds
     all_layers = len(pattern)
@@ -139,26 +138,124 @@ def rehearse(
         pattern = pattern[: bounds[-1]]
         job = with_layers(job, len(pattern), all_layers)
     small = rehearsed_job(job)
-    partitioned = Partitioned(structure=_structure(small), bounds=bounds)
-    kinds = rank_kinds(job.layout, bounds, pattern)
-    ds_config = rehearsed_config(small, hidden_size=request.setup.model.shape.hidden, on_gpu=on_gpu)
-    steps: dict[RankKind, RankStep] = {}
-    if not problem:
-        steps, problem = _agreed_steps(small, ds_config, partitioned, kinds, on_gpu=on_gpu, progress=progress)
-    rehearsed = _rehearsed_kinds(steps, estimates, has_all_layers=len(pattern) == all_layers)
-    files = plan_files(rehearsed[0].step.saved, job.layout.world_size) if rehearsed else []
+    plan = _Plan.of(small, request, bounds=bounds, pattern=pattern, on_gpu=on_gpu)
+    outcome = _Outcome() if teacher.problem else plan.run(progress)
+    kinds = _rehearsed_kinds(outcome.steps, estimates, has_all_layers=len(pattern) == all_layers)
+    files = plan_files(kinds[0].step.saved, job.layout.world_size) if kinds else []
     written = _written_bytes(files)
     return Rehearsal(
         job=job,
         layers=len(pattern),
         all_layers=all_layers,
         micro_batches=small.batch.accumulation,
-        kinds=rehearsed,
-        problem=problem or _problem(small, steps),
-        teacher=taught,
+        kinds=kinds,
+        problem=f"the teacher: {teacher.problem}" if teacher.problem else outcome.problem,
+        teacher=_rehearsed_kinds(teacher.steps, estimates, has_all_layers=True, is_teacher=True),
         files=len(files),
         checkpoint_bytes=sum(written.values()),
         written_bytes=max(written.values(), default=0),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """The steps of kinds of ranks. `problem`: why they would hang or fail; empty where they would not."""
+
+    steps: Mapping[RankKind, RankStep] = field(default_factory=dict)
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What the rehearsals of all kinds of ranks of one job share."""
+
+    job: Job
+    ds_config: Mapping[str, Any]
+    partitioned: Partitioned
+    kinds: Sequence[RankKind]
+    on_gpu: bool
+    top: TopTokens | None = None
+    """What collects the tokens of a teacher; None for what trains."""
+
+    @classmethod
+    def of(
+        cls,
+        job: Job,
+        request: MemoryRequest,
+        *,
+        bounds: tuple[int, ...],
+        pattern: tuple[int, ...],
+        on_gpu: bool,
+        top: TopTokens | None = None,
+    ) -> Self:
+        """Plan the rehearsal of a job whose stages have these bounds, and its layers these kinds."""
+        return cls(
+            job=job,
+            ds_config=rehearsed_config(job, hidden_size=request.setup.model.shape.hidden, on_gpu=on_gpu),
+            partitioned=Partitioned(structure=_structure(job), bounds=bounds),
+            kinds=rank_kinds(job.layout, bounds, pattern),
+            on_gpu=on_gpu,
+            top=top,
+        )
+
+    def run(self, progress: Progress) -> _Outcome:
+        """Rehearse all kinds, again where ranks agree on something that only all of them together know."""
+        outcome = self._rehearsed(progress)
+        largest = _largest_of_all(outcome.steps)
+        if not outcome.problem and any(list(step.maxima) != largest for step in outcome.steps.values()):
+            outcome = self._rehearsed(progress, largest=largest)
+        return replace(outcome, problem=outcome.problem or _problem(self.job, outcome.steps))
+
+    def _rehearsed(self, progress: Progress, *, largest: Sequence[list[int]] = ()) -> _Outcome:
+        """Rehearse all kinds, those of a stage at once: a stage receives the headers that the one before has sent.
+
+        Stops at the first rank whose code fails, and returns those before it and why it does. `largest`: the largest
+        values of a pipeline's stages.
+        """
+        steps: dict[RankKind, RankStep] = {}
+        sent: dict[tuple[int, str], Sequence[list[int]]] = {}
+        for stages, kinds_of_stage in groupby(self.kinds, key=lambda kind: kind.stages):
+            running: list[ForkedRank] = []
+            for kind in kinds_of_stage:
+                progress(kind.name, len(steps) + len(running) + 1, len(self.kinds))
+                step = partial(
+                    rehearse_rank,
+                    self.job,
+                    self.ds_config,
+                    kind.rank,
+                    self.partitioned,
+                    received=sent.get((stages[0] - 1, kind.place), ()),
+                    most=largest,
+                    on_gpu=self.on_gpu,
+                    top=self.top,
+                )
+                running.append(ForkedRank(kind, step))
+            try:
+                for process in running:
+                    kind = process.kind
+                    steps[kind] = process.outcome()
+                    for stage in stages:
+                        sent[stage, kind.place] = steps[kind].sent
+            except RehearsalFailure as failure:
+                return _Outcome(steps=steps, problem=f"rank {kind.rank} ({kind.name}) fails in {failure}")
+            finally:
+                for process in running:
+                    process.end()
+        return _Outcome(steps=steps)
+
+
+def _teacher_plan(job: Job, request: MemoryRequest, *, on_gpu: bool) -> _Plan:
+    """Plan the rehearsal of all kinds of ranks as they ask the teacher of a job; `request` has its setup."""
+    section = job.recipe.train.distill
+    assert section is not None
+    vocabulary = ModelFacts.from_config(model_config(job.recipe)).shape.vocab
+    return _Plan.of(
+        rehearsed_teacher(job),
+        request,
+        bounds=request.bounds,
+        pattern=request.setup.model.parameters.pattern,
+        on_gpu=on_gpu,
+        top=TopTokens(section.top_k, section.temperature, vocabulary=vocabulary),
     )
 
 
@@ -190,39 +287,10 @@ def _written_bytes(files: Sequence[PlannedFile]) -> Counter[int]:
     return written
 
 
-def _rehearsed_teacher(
-    job: Job, request: MemoryRequest, estimates: Sequence[MemoryBreakdown], *, on_gpu: bool, progress: Progress
-) -> tuple[tuple[RehearsedKind, ...], str]:
-    """Rehearse all kinds of ranks as they ask the teacher of a job; `request` has its setup. Return also a problem."""
-    section = job.recipe.train.distill
-    assert section is not None
-    asked = rehearsed_teacher(job)
-    bounds = request.bounds
-    kinds = rank_kinds(asked.layout, bounds, request.setup.model.parameters.pattern)
-    ds_config = rehearsed_config(asked, hidden_size=request.setup.model.shape.hidden, on_gpu=on_gpu)
-    vocabulary = ModelFacts.from_config(model_config(job.recipe)).shape.vocab
-    top = TopTokens(section.top_k, section.temperature, vocabulary=vocabulary)
-    partitioned = Partitioned(structure=_structure(asked), bounds=bounds)
-    steps, problem = _agreed_steps(asked, ds_config, partitioned, kinds, on_gpu=on_gpu, progress=progress, top=top)
-    rehearsed = _rehearsed_kinds(steps, estimates, has_all_layers=True, is_teacher=True)
-    problem = problem or _problem(asked, steps)
-    return rehearsed, problem and f"the teacher: {problem}"
-
-
-def _agreed_steps(
-    job: Job, ds_config: Mapping[str, Any], partitioned: Partitioned, kinds: Sequence[RankKind], **options: Any
-) -> tuple[dict[RankKind, RankStep], str]:
-    """Rehearse all kinds, again where ranks agree on something that only all of them together know; as `_steps`."""
-    steps, problem = _steps(job, ds_config, partitioned, kinds, **options)
-    most = [[max(column) for column in zip(*values, strict=True)] for values in _together(steps)]
-    if not problem and any(list(step.maxima) != most for step in steps.values()):
-        steps, problem = _steps(job, ds_config, partitioned, kinds, most=most, **options)
-    return steps, problem
-
-
-def _together(steps: Mapping[RankKind, RankStep]) -> list[tuple[list[int], ...]]:
-    """What the kinds put into each of their all-reduces of integers over a pipeline."""
-    return list(zip(*(step.maxima for step in steps.values()), strict=False))
+def _largest_of_all(steps: Mapping[RankKind, RankStep]) -> list[list[int]]:
+    """Return the largest values that any kind put into each of their all-reduces of integers over a pipeline."""
+    values_of_calls = zip(*(step.maxima for step in steps.values()), strict=False)
+    return [[max(column) for column in zip(*values, strict=True)] for values in values_of_calls]
 
 
 def rehearsed_micro_batches(job: Job) -> int:
@@ -292,46 +360,8 @@ def _structure(job: Job) -> ModelStructure | None:
     return analyze_model(model)
 
 
-def _steps(
-    job: Job,
-    ds_config: Mapping[str, Any],
-    partitioned: Partitioned,
-    kinds: Sequence[RankKind],
-    *,
-    most: Sequence[list[int]] = (),
-    on_gpu: bool,
-    progress: Progress,
-    top: TopTokens | None = None,
-) -> tuple[dict[RankKind, RankStep], str]:
-    """Rehearse all kinds, those of a stage at once: a stage receives the headers that the one before has sent.
-
-    Stops at the first rank whose code fails, and returns those before it and why it does.
-    """
-    steps: dict[RankKind, RankStep] = {}
-    sent: dict[tuple[int, str], Sequence[list[int]]] = {}
-    for stages, of_stage in groupby(kinds, key=lambda kind: kind.stages):
-        running: list[ForkedRank] = []
-        for kind in of_stage:
-            progress(kind.name, len(steps) + len(running) + 1, len(kinds))
-            received = sent.get((stages[0] - 1, kind.place), ())
-            options: dict[str, Any] = {"received": received, "most": most, "on_gpu": on_gpu, "top": top}
-            step = partial(rehearse_rank, job, ds_config, kind.rank, partitioned, **options)
-            running.append(ForkedRank(kind, step))
-        try:
-            for process in running:
-                kind = process.kind
-                steps[kind] = process.outcome()
-                for stage in stages:
-                    sent[stage, kind.place] = steps[kind].sent
-        except RehearsalFailure as failure:
-            return steps, f"rank {kind.rank} ({kind.name}) fails in {failure}"
-        finally:
-            for process in running:
-                process.end()
-    return steps, ""
-
-
 def _problem(job: Job, steps: Mapping[RankKind, RankStep]) -> str:
+    """Say why ranks whose own code does not fail would hang, or save what does not fit together; empty where not."""
     calls = {(kind, stage): step.calls_at(stage) for kind, step in steps.items() for stage in kind.stages}
     mismatch = find_mismatch(job.layout, calls)
     if mismatch is not None:
