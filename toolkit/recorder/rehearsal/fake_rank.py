@@ -253,27 +253,46 @@ def fake_rank(
         stack.enter_context(mock.patch.dict(os.environ, variables))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
         stack.callback(dist.destroy_process_group)
-        if device.type == "cuda":
-            stack.enter_context(mock.patch.object(dist, "get_backend", return_value="nccl"))
-            stack.enter_context(mock.patch.object(FakeTensor, "data", _DATA, create=True))
-        stack.enter_context(mock.patch.object(nn.Module, "_apply", _applied))
+        stack.enter_context(_torch_on_fake_tensors(device))
         stack.enter_context(mock.patch.object(PipelineEngine, "_exec_schedule", _noting_schedules(mode)))
         stack.enter_context(messages_named(mode))
-        stack.enter_context(mock.patch.object(torch.autograd, "backward", _backward))
-        stack.enter_context(mock.patch.object(torch.Tensor, "backward", _backward_of))
-        stack.enter_context(mock.patch.object(zero_utils, "dist", _RankZeroSends(zero_utils.dist)))
-        own_list = _own_list(zero_utils.get_lst_from_rank0)
-        stack.enter_context(mock.patch.object(zero_utils, "get_lst_from_rank0", own_list))
-        stack.enter_context(BalancedRouting(partial(_even_counts, layout)).assumed())
-        matrices: list[Shard] = []
-        stack.enter_context(mock.patch.object(Muon, "connect", _noting_matrices(matrices)))
-        stack.enter_context(mock.patch.object(MatrixExchange, "_held_by_all", _held_by_others(matrices)))
+        stack.enter_context(_other_ranks_answered(layout))
         stack.enter_context(values_assumed())
         if on_gpu:
             stack.enter_context(GpuKernels())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(mode)
         yield mode
+
+
+@contextmanager
+def _torch_on_fake_tensors(device: torch.device) -> Iterator[None]:
+    """Replace the functions of PyTorch that treat fake tensors in other ways than real ones of the device."""
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(mock.patch.object(dist, "get_backend", return_value="nccl"))
+            stack.enter_context(mock.patch.object(FakeTensor, "data", _DATA, create=True))
+        stack.enter_context(mock.patch.object(nn.Module, "_apply", _applied))
+        stack.enter_context(mock.patch.object(torch.autograd, "backward", _backward))
+        stack.enter_context(mock.patch.object(torch.Tensor, "backward", _backward_of))
+        yield
+
+
+@contextmanager
+def _other_ranks_answered(layout: Layout) -> Iterator[None]:
+    """Answer what the code asks other ranks, and whose answers decide what this rank does.
+
+    These are DeepSpeed's checks that ranks agree, the rows that routers send, and who holds which part of a matrix.
+    """
+    matrices: list[Shard] = []
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(zero_utils, "dist", _RankZeroSends(zero_utils.dist)))
+        own_list = _own_list(zero_utils.get_lst_from_rank0)
+        stack.enter_context(mock.patch.object(zero_utils, "get_lst_from_rank0", own_list))
+        stack.enter_context(BalancedRouting(partial(_even_counts, layout)).assumed())
+        stack.enter_context(mock.patch.object(Muon, "connect", _noting_matrices(matrices)))
+        stack.enter_context(mock.patch.object(MatrixExchange, "_held_by_all", _held_by_others(matrices)))
+        yield
 
 
 def _noting_schedules(mode: FakeRank) -> Callable[[PipelineEngine, Any], None]:
