@@ -122,18 +122,11 @@ def build(rank_pass: RankPass, mode: Mode) -> FakeModel:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
     model.config.dtype = _dtype(rank_pass)
-    if layout.recompute == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    elif layout.recompute == "selective":
-        recompute_attention(model)
+    _enable_recompute(rank_pass, model)
     (model if stage is None else stage).train()
     vocabulary_shard = VocabularyShard.of(vocabulary, tensor_group) if layout.tp > 1 else None
     text = text_config(model)
-    weight_gradients = None
-    if rank_pass.splits != "no":
-        weight_gradients = WeightGradients()
-        split = model if rank_pass.splits == "all" else layers
-        weight_gradients.connect(split)
+    weight_gradients = _queued_weight_gradients(rank_pass, model, layers)
     return FakeModel(
         model=model,
         stage=stage,
@@ -145,6 +138,26 @@ def build(rank_pass: RankPass, mode: Mode) -> FakeModel:
         window=getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None),
         weight_gradients=weight_gradients,
     )
+
+
+def _enable_recompute(rank_pass: RankPass, model: PreTrainedModel) -> None:
+    """Let the backward pass compute again what the layout says."""
+    recompute = rank_pass.layout.recompute
+    if recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif recompute == "selective":
+        recompute_attention(model)
+
+
+def _queued_weight_gradients(
+    rank_pass: RankPass, model: PreTrainedModel, layers: nn.ModuleList
+) -> WeightGradients | None:
+    """Return the queue in which a split backward pass leaves the gradients of weights; None where it is whole."""
+    if rank_pass.splits == "no":
+        return None
+    weight_gradients = WeightGradients()
+    weight_gradients.connect(model if rank_pass.splits == "all" else layers)
+    return weight_gradients
 
 
 def _dtype(rank_pass: RankPass) -> torch.dtype:
@@ -307,14 +320,19 @@ def skip_similar(
 def _stage(rank_pass: RankPass, model: PreTrainedModel, structure: ModelStructure) -> PipelineStage | None:
     """Return the stage that the pass names, with all layers but those of another stage before and behind it."""
     count = structure.count
-    bounds, stage = {
-        "whole": ((0, count), 0),
-        "first": ((0, count - 1, count), 0),
-        "middle": ((0, 1, count - 1, count), 1),
-        "last": ((0, 1, count), 1),
-    }[rank_pass.part]
-    if rank_pass.part == "whole":
-        return None
+    bounds: tuple[int, ...]
+    match rank_pass.part:
+        case "whole":
+            return None
+        case "first":
+            stage = 0
+            bounds = (0, count - 1, count)
+        case "middle":
+            stage = 1
+            bounds = (0, 1, count - 1, count)
+        case "last":
+            stage = 1
+            bounds = (0, 1, count)
     shards = rank_pass.layout.tp if rank_pass.layout.sequence_parallel else 1
     return PipelineStage(model, structure, bounds=bounds, stages=[stage], sequence_shards=shards)
 
