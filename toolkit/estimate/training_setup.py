@@ -79,7 +79,7 @@ class TrainingSetup:
         return self.micro_batch_size * self.accumulation * self.layout.dp
 
     def exchange(self, itemsize: int) -> ExchangeKind:
-        """How context-parallel ranks see each other's keys and values, whose numbers have so many bytes."""
+        """Return how context-parallel ranks exchange keys and values, whose elements have `itemsize` bytes."""
         tokens = self.micro_batch_size * self.seq_len
         shares = self.layout.cp_ulysses * self.layout.tp
         return chosen_exchange(self.cp_exchange, self.model.shape, tp=shares, tokens=tokens, itemsize=itemsize)

@@ -41,7 +41,7 @@ class RankKind:
 
     @property
     def count(self) -> int:
-        """How many ranks are of the kind."""
+        """Number of ranks of the kind."""
         layout = self.layout
         model = layout.tp * layout.ulysses
         each = {
