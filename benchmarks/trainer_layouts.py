@@ -1,9 +1,10 @@
 """The toolkit's layouts beside those of the Hugging Face Trainer: who agrees with one process, and at what cost.
 
     python benchmarks/trainer_layouts.py                 # all layouts, five rounds: about half an hour
+    python benchmarks/trainer_layouts.py --losses        # the loss of each step alone, which no other load changes
     python benchmarks/trainer_layouts.py --pairs tp2     # one pair
     python benchmarks/trainer_layouts.py --quick         # does it run? The figures mean nothing.
-    python benchmarks/trainer_layouts.py --save          # also writes benchmarks/results/trainer_layouts.md
+    python benchmarks/trainer_layouts.py --save          # also writes trainer_layouts.md and trainer_losses.md
 
 Both sides of a pair train the same model from the same weights on the same samples, in fp32, with AdamW and clipping,
 on forked gloo ranks with one thread each. The Trainer shards with transformers' own DistributedConfig, or uses DDP;
@@ -15,13 +16,15 @@ it is the one that `dstk compare --against trainer:…` holds against one proces
     sent        bytes that collectives of rank 0 send in one step, counted, and how many calls they are
     resume      a run that was saved half way, and goes on from there: how far its losses are from those of the run that
                 was not interrupted; or that it refuses
+
+A page of its own has the loss of each step in every layout, beside that of one process.
 """
 
 import argparse
 import os
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +39,7 @@ from measure.our_run import CPU, Stamps, make_recipe, our_run
 from measure.peak import with_peak
 from measure.rounds import silently
 from measure.step_counter import CountedStep, StepCounter, StepCounts
-from measure.table import publish
+from measure.table import Sheet, publish, publish_all
 from measure.trainer_run import StampCallback
 from rich.console import Console
 
@@ -72,6 +75,8 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
 }
+REFERENCE = "one process"
+HEADINGS = ("model", "layout", "ranks", "apart", "tokens/s", "ratio", "peak MiB", "sent KiB", "calls", "resume")
 SEQ_LEN = 128
 GLOBAL_BATCH = 8
 WARMUP = 3
@@ -96,34 +101,63 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="runs of each side")
     parser.add_argument("--steps", type=int, default=20, help="steps of a run")
     parser.add_argument("--quick", action="store_true", help="one short round of one pair")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/trainer_layouts.md")
+    parser.add_argument("--losses", action="store_true", help="one run of each side, for the loss of each step alone")
+    parser.add_argument("--save", action="store_true", help="write the pages in benchmarks/results")
     options = parser.parse_args()
     quiet(debug=False)
     preload(*MODELS)
     steps = WARMUP + 3 if options.quick else options.steps
+    pairs = ["tp2"] if options.quick else options.pairs
     rows: list[list[str]] = []
-    for pair in ["tp2"] if options.quick else options.pairs:
+    losses: dict[str, dict[str, list[float]]] = {}
+    for pair in pairs:
         with tempfile.TemporaryDirectory() as name:
-            rows += rows_of(Path(name), pair, steps, 1 if options.quick else options.rounds)
-    publish(
-        "trainer_layouts",
-        title="Layouts of the toolkit and of the Trainer",
-        headings=("model", "layout", "ranks", "apart", "tokens/s", "ratio", "peak MiB", "sent KiB", "calls", "resume"),
-        rows=rows,
-        text_columns=2,
-        notes=[f"fp32, {SEQ_LEN} tokens a sample, {GLOBAL_BATCH} samples a step; ratio: tokens/s over the Trainer's"],
+            losses_of = losses.setdefault(PAIRS[pair][2], {})
+            if options.losses:
+                add_losses(Path(name), pair, steps, losses_of)
+            else:
+                rows += rows_of(Path(name), pair, steps, 1 if options.quick else options.rounds, losses_of)
+    sizes = f"fp32, {SEQ_LEN} tokens a sample, {GLOBAL_BATCH} samples a step"
+    if not options.losses:
+        publish(
+            "trainer_layouts",
+            title="Layouts of the toolkit and of the Trainer",
+            headings=HEADINGS,
+            rows=rows,
+            text_columns=2,
+            notes=[f"{sizes}; ratio: tokens/s over the Trainer's"],
+            save=options.save,
+        )
+    publish_all(
+        "trainer_losses",
+        sheets=[loss_sheet(model, of_layouts) for model, of_layouts in losses.items()],
+        notes=[sizes],
         save=options.save,
+        command="python benchmarks/trainer_layouts.py --losses --save",
     )
 
 
-def rows_of(folder: Path, pair: str, steps: int, rounds: int) -> list[list[str]]:
-    """Run both sides of a pair and the reference, and return the rows of the pair."""
-    ours, theirs, model = PAIRS[pair]
-    batch = {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": 2}
-    recipe = make_recipe(folder, model=MODELS[model], seq_len=SEQ_LEN, batch=batch, train={"steps": steps})
-    sides = [*Strategy.parse_list(",".join([theirs, *ours]))]
-    reference = partial(our_run, recipe.changed({"train": {"engine": "reference"}}))
-    losses = run_ranks(silently, 1, reference, timeout_seconds=1800)[0].losses
+def loss_sheet(model: str, of_layouts: Mapping[str, Sequence[float]]) -> Sheet:
+    """The loss of each step, a column a layout."""
+    steps = zip(*of_layouts.values(), strict=True)
+    return Sheet(
+        title=f"Loss of each step of the toolkit and of the Trainer: {model}",
+        headings=("step", *of_layouts),
+        rows=[[str(step), *(f"{loss:.6f}" for loss in losses)] for step, losses in enumerate(steps, start=1)],
+        text_columns=0,
+    )
+
+
+def rows_of(folder: Path, pair: str, steps: int, rounds: int, losses_of: dict[str, list[float]]) -> list[list[str]]:
+    """Run both sides of a pair and the reference, and return the rows of the pair.
+
+    Adds to `losses_of` the losses of each layout's steps, under the layout's name, and those of one process.
+    """
+    recipe, sides = sides_of(folder, pair, steps)
+    theirs = PAIRS[pair][1]
+    model = PAIRS[pair][2]
+    losses = reference_losses(recipe)
+    losses_of.setdefault(REFERENCE, losses)
     runs: dict[str, list[list[tuple[Stamps, int]]]] = {side.text: [] for side in sides}
     for number in range(rounds):
         for side in sides:
@@ -136,6 +170,7 @@ def rows_of(folder: Path, pair: str, steps: int, rounds: int) -> list[list[str]]
         result = measured[side.text]
         middle = statistics.median(result.seconds)
         apart = max(abs(a / b - 1) for a, b in zip(result.losses, losses, strict=True))
+        losses_of[side.text] = result.losses
         rows.append(
             [
                 model,
@@ -151,6 +186,31 @@ def rows_of(folder: Path, pair: str, steps: int, rounds: int) -> list[list[str]]
             ]
         )
     return rows
+
+
+def sides_of(folder: Path, pair: str, steps: int) -> tuple[Recipe, list[Strategy]]:
+    """What both sides of a pair train, and the sides, the Trainer's first."""
+    ours, theirs, model = PAIRS[pair]
+    batch = {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": 2}
+    recipe = make_recipe(folder, model=MODELS[model], seq_len=SEQ_LEN, batch=batch, train={"steps": steps})
+    return recipe, Strategy.parse_list(",".join([theirs, *ours]))
+
+
+def reference_losses(recipe: Recipe) -> list[float]:
+    """The losses of plain PyTorch in one process."""
+    reference = partial(our_run, recipe.changed({"train": {"engine": "reference"}}))
+    stamps: Stamps = run_ranks(silently, 1, reference, timeout_seconds=1800)[0]
+    return stamps.losses
+
+
+def add_losses(folder: Path, pair: str, steps: int, losses_of: dict[str, list[float]]) -> None:
+    """Run both sides of a pair once, for their losses alone."""
+    recipe, sides = sides_of(folder, pair, steps)
+    if REFERENCE not in losses_of:
+        losses_of[REFERENCE] = reference_losses(recipe)
+    for side in sides:
+        say(side.text)
+        losses_of[side.text] = time_side(folder, recipe, side)[0][0].losses
 
 
 def say(text: str) -> None:
