@@ -7,8 +7,10 @@ Layers with and without experts count as one mean layer. Of routed experts the b
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any, NamedTuple, Self
 
 from toolkit.hardware import Gpu, MatmulPrecision
 from toolkit.models.experts import ExpertShape
@@ -20,12 +22,30 @@ from toolkit.planner.trained import Trained
 COMPILED_SHARE = 0.5
 """Share of the element-wise traffic that is left where torch.compile fuses chains of kernels: each reads and writes
 once."""
-_RATES = {"flash1": (0.33, 0.28), "flash2": (0.60, 0.53), "flash3": (0.60, 0.48), "cudnn": (0.60, 0.48),
-          "flex": (0.54, 0.45)}  # fmt: skip
-"""Shares of the 16-bit peak, forward and backward, for heads of 128 and long sequences. Sources: FlashAttention (Dao et
-al. 2022) and FlashAttention-2 (Dao 2023, figures 5 to 7: causal, on an A100), FlashAttention-3 (Shah et al. 2024,
-figures 5 and 6: on an H100, with cuDNN's). FlexAttention reaches 90 and 85 % of FlashAttention-2 (PyTorch's blog,
-"FlexAttention: The Flexibility of PyTorch with the Performance of FlashAttention")."""
+
+
+class PassPair(NamedTuple):
+    """A figure of the forward pass, and the same figure of the backward pass."""
+
+    forward: float
+    backward: float
+
+
+FORWARD = 0
+BACKWARD = 1
+"""Places of the two passes in a pair of figures."""
+_NOTHING = PassPair(0, 0)
+_FLASH_PEAK_SHARES = {
+    "flash1": PassPair(0.33, 0.28),
+    "flash2": PassPair(0.60, 0.53),
+    "flash3": PassPair(0.60, 0.48),
+    "cudnn": PassPair(0.60, 0.48),
+    "flex": PassPair(0.54, 0.45),
+}
+"""Shares of the 16-bit peak that kernels reach which keep no scores, for heads of 128 and long sequences. Sources:
+FlashAttention (Dao et al. 2022) and FlashAttention-2 (Dao 2023, figures 5 to 7: causal, on an A100), FlashAttention-3
+(Shah et al. 2024, figures 5 and 6: on an H100, with cuDNN's). FlexAttention reaches 90 and 85 % of FlashAttention-2
+(PyTorch's blog, "FlexAttention: The Flexibility of PyTorch with the Performance of FlashAttention")."""
 _BEFORE_HOPPER = 400e12
 """FlashAttention-2 uses no instructions of Hopper: on later GPUs its rate is about 0.35 of the peak (FlashAttention-3,
 figure 5)."""
@@ -33,24 +53,36 @@ _OLD_KERNEL = 0.58
 """Share of their rate that kernels without instructions of Hopper reach from Hopper on."""
 _OLD_KERNELS = ("flash1", "flash2", "flex")
 """Kernels without instructions of Hopper."""
-_PRODUCTS = (4, 8)
+_BACKWARD_FLASH_FLOPS = 2.5
+"""FLOPs of the backward pass of kernels that keep no scores, over those of the forward pass: five products, of which
+one computes the scores again, instead of two."""
+_BACKWARD_PRODUCTS = 2
+"""FLOPs of the backward pass over those of the forward pass where scores are kept: four products instead of two."""
+_PRODUCT_BYTES = PassPair(4, 8)
 """Bytes moved per score by the matrix products in 16 bits: written and read forward; both twice backward."""
-_SINKS = (12, 34)
+_SINK_BYTES = PassPair(12, 34)
 """Bytes moved per element of what FlexAttention returns, which knows no sinks: it is scaled by the log-sum-exp, in fp32
 and by kernels of its own (NeMo Automodel, components/attention/flex_attention.py)."""
-_SCORES = {"fused-softmax": (4, 6), "unfused": (28, 22), "eager": (22, 16), "tiles": (48, 84)}
-"""Bytes moved per score by softmax and mask, forward and backward: in one kernel, or in kernels of their own that
-convert to fp32 and back. `tiles`: those that context parallelism's attention multiplies by PyTorch's products, in fp32:
-converted, scaled, masked, summed, subtracted, exponentiated and converted forward; the first three, the exponential and
-the derivative backward (toolkit/parallel/context/kernels.py)."""
+_SCORE_BYTES = {
+    "fused-softmax": PassPair(4, 6),
+    "unfused": PassPair(28, 22),
+    "eager": PassPair(22, 16),
+    "tiles": PassPair(48, 84),
+}
+"""Bytes moved per score by softmax and mask: in one kernel, or in kernels of their own that convert to fp32 and back.
+`tiles`: those that context parallelism's attention multiplies by PyTorch's products, in fp32: converted, scaled,
+masked, summed, subtracted, exponentiated and converted forward; the first three, the exponential and the derivative
+backward (toolkit/parallel/context/kernels.py)."""
 TILE = 512
 """Queries of a tile of theirs in a layer with a window: it sees as many keys more than its window has."""
-_DROPOUT = (5, 5)
-"""Bytes moved per score by dropout, forward and backward."""
-_ROUTER = (24, 24)
+_SCORE_DROPOUT_BYTES = PassPair(5, 5)
+"""Bytes moved per score by dropout."""
+_ROUTER_BYTES = PassPair(24, 24)
 """Bytes moved per router logit, in fp32: softmax, choice and normalization forward; the same backward."""
-_ROUTING_KERNELS = (16, 20)
-"""Kernels of a layer's routing, forward and backward."""
+_ROUTING_KERNELS = PassPair(16, 20)
+"""Kernels of a layer's routing."""
+_ELEMENTWISE_KERNELS = PassPair(10, 14)
+"""Element-wise kernels of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,14 +149,18 @@ def layer_seconds(
 ) -> Passes:
     """A decoder layer without its communication and without the recomputation of anything."""
     share = 1.0 if trained is None else trained.share
-    linear = sum(
-        (_linear(gpu, product, execution.unit, share) for product in attention_products(shape, work)), Passes()
-    )
-    mlp = sum((_linear(gpu, product, execution.unit, share) for product in mlp_products(shape, work)), Passes())
-    mixed = expert_share(shape)
+    projections = Passes()
+    for product in attention_products(shape, work):
+        projections += _linear(gpu, product, execution.unit, share)
+    mlp = Passes()
+    for product in mlp_products(shape, work):
+        mlp += _linear(gpu, product, execution.unit, share)
     if shape.experts is not None:
-        mlp = (1 - mixed) * mlp + mixed * expert_seconds(gpu, shape, shape.experts, work, execution, share)
-    seconds = linear + mlp + attention_seconds(gpu, shape, work, execution) + _streams(gpu, shape, work, execution)
+        with_experts = expert_share(shape)
+        experts = expert_seconds(gpu, shape, shape.experts, work, execution, share)
+        mlp = (1 - with_experts) * mlp + with_experts * experts
+    attention = attention_seconds(gpu, shape, work, execution)
+    seconds = projections + mlp + attention + _elementwise_seconds(gpu, shape, work, execution)
     if trained is None:
         return seconds
     forward, backward = trained.adapter_seconds(gpu, work.tokens, work.tp, execution.activation_bytes)
@@ -158,7 +194,7 @@ def tiled_mlp_seconds(
     share = 1.0 if trained is None else trained.share
     summed = share * tiles * sum(n * k for _, n, k in products) * (8 + execution.activation_bytes)
     moved = work.tokens * shape.ffn / work.tp * execution.activation_bytes / 2
-    moved *= execution.facts["activation"]["gated" if shape.gated else "plain"][0]
+    moved *= _activation_bytes(shape, execution.facts).forward
     again = sum(matmul_seconds(gpu, m, n, k, execution.unit) for m, n, k in products)
     return again + stream_seconds(gpu, moved, tiles) + stream_seconds(gpu, summed, tiles * len(products))
 
@@ -168,43 +204,88 @@ def expert_share(shape: ModelShape) -> float:
     return 0.0 if shape.experts is None else shape.experts.layers / shape.layers
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ExpertSizes:
+    """Sizes of the experts that one rank computes. Their first product is up, or gate and up; their second is down."""
+
+    local_experts: int
+    rows_per_expert: int
+    """Routed rows of each of the rank's experts."""
+    first_width: int
+    """Columns of an expert's first product."""
+    ffn: int
+    """Width of an expert's activation function."""
+    shared_first_width: int
+    """Columns of the first product of the shared experts, which every token goes through."""
+    shared_ffn: int
+    """Width of the shared experts' activation function."""
+
+    @classmethod
+    def of(cls, experts: ExpertShape, work: RankWork, *, hidden: int) -> Self:
+        """Read the sizes of a layer's experts on one rank; `experts.always` also counts the router's weights."""
+        local_experts = max(1, experts.count // work.expert_owners)
+        shared_columns = max(0, experts.always - experts.count * hidden) // hidden // work.tp
+        shared_ffn = shared_columns * experts.ffn * hidden // experts.weights
+        return cls(
+            local_experts=local_experts,
+            rows_per_expert=math.ceil(work.routed_rows / local_experts),
+            first_width=(experts.weights // hidden - experts.ffn) // work.expert_shards,
+            ffn=experts.ffn // work.expert_shards,
+            shared_first_width=shared_columns - shared_ffn,
+            shared_ffn=shared_ffn,
+        )
+
+
 def expert_seconds(
     gpu: Gpu, shape: ModelShape, experts: ExpertShape, work: RankWork, execution: Execution, trained: float
 ) -> Passes:
     """Seconds of the block in the place of an MLP: router, routed experts, and experts that every token goes through.
 
-    `routed` are bytes that a framework's kernels move for an element of a routed row: gathering rows in the order of
-    experts, weighting and adding up what comes back; `expert_bias` those for an element of the two products' results
-    where every expert adds a bias of its own. Router logits are fp32: softmax, choice of experts, normalization.
+    `trained` is the share of the weights that train.
     """
     h = shape.hidden
-    here = max(1, experts.count // work.expert_owners)
-    rows = work.routed_rows
-    expert_rows = math.ceil(rows / here)
-    width = experts.ffn // work.expert_shards
-    up = (experts.weights // h - experts.ffn) // work.expert_shards
-    into_experts = _linear(gpu, (expert_rows, up, h), execution.unit, trained, here)
-    out_of_experts = _linear(gpu, (expert_rows, h, width), execution.unit, trained, here)
-    grouped = Passes() + into_experts + out_of_experts
-    shared = max(0, experts.always - experts.count * h) // h // work.tp
-    gates = shared - shared * experts.ffn * h // experts.weights  # up, or up and gate
-    dense = [(work.tokens, experts.count, h), (work.tokens, gates, h), (work.tokens, h, shared - gates)]
-    always = sum((_linear(gpu, product, execution.attention_precision, trained) for product in dense), Passes())
+    sizes = _ExpertSizes.of(experts, work, hidden=h)
+    groups = sizes.local_experts
+    first_product = (sizes.rows_per_expert, sizes.first_width, h)
+    second_product = (sizes.rows_per_expert, h, sizes.ffn)
+    routed = _linear(gpu, first_product, execution.unit, trained, groups)
+    routed += _linear(gpu, second_product, execution.unit, trained, groups)
+    router_product = (work.tokens, experts.count, h)
+    shared_products = [(work.tokens, sizes.shared_first_width, h), (work.tokens, h, sizes.shared_ffn)]
+    always = Passes()
+    for product in [router_product, *shared_products]:
+        always += _linear(gpu, product, execution.attention_precision, trained)
+    forward_bytes = _routing_bytes(experts, work, execution, sizes, hidden=h, direction=FORWARD)
+    backward_bytes = _routing_bytes(experts, work, execution, sizes, hidden=h, direction=BACKWARD)
+    routing = Passes(
+        forward=stream_seconds(gpu, forward_bytes, _ROUTING_KERNELS.forward),
+        backward=stream_seconds(gpu, backward_bytes, _ROUTING_KERNELS.backward),
+    )
+    return routed + always + routing
+
+
+def _routing_bytes(
+    experts: ExpertShape, work: RankWork, execution: Execution, sizes: _ExpertSizes, *, hidden: int, direction: int
+) -> float:
+    """Bytes that the element-wise kernels of a block with experts move in one pass.
+
+    Of a framework's facts `routed` are bytes for an element of a routed row: gathering rows in the order of experts,
+    weighting and adding up what comes back. `expert_bias` are those for an element of the two products' results where
+    every expert adds a bias of its own. Router logits are fp32: softmax, choice of experts, normalization.
+    """
     facts = execution.facts
-    size = execution.activation_bytes / 2
-    passes = []
-    for way in (0, 1):
-        streams = (
-            rows * h * facts["routed"][way]
-            + (rows * width + work.tokens * (shared - gates)) * facts["activation"]["gated"][way]
-        )
-        if experts.biased:
-            streams += sum(rows * n * moved[way] for n, moved in zip((up, h), facts["expert_bias"], strict=True))
-        streams = size * streams + work.tokens * experts.count * _ROUTER[way]
-        if execution.precision in QUANTIZED:
-            streams += QUANTIZED[execution.precision] * rows * (h + width if way == 0 else h + up)
-        passes.append(stream_seconds(gpu, streams, _ROUTING_KERNELS[way]))
-    return grouped + always + Passes(forward=passes[0], backward=passes[1])
+    rows = work.routed_rows
+    activated = rows * sizes.ffn + work.tokens * sizes.shared_ffn
+    moved: float = rows * hidden * facts["routed"][direction] + activated * facts["activation"]["gated"][direction]
+    if experts.biased:
+        first_bias, second_bias = facts["expert_bias"]
+        moved += rows * sizes.first_width * first_bias[direction] + rows * hidden * second_bias[direction]
+    moved = execution.activation_bytes / 2 * moved + work.tokens * experts.count * _ROUTER_BYTES[direction]
+    if execution.precision in QUANTIZED:
+        inputs = hidden + sizes.ffn
+        outputs = hidden + sizes.first_width
+        moved += QUANTIZED[execution.precision] * rows * (inputs if direction == FORWARD else outputs)
+    return moved
 
 
 @lru_cache(maxsize=4096)
@@ -244,43 +325,96 @@ def _linear(gpu: Gpu, product: Product, unit: MatmulPrecision, trained: float, g
     return Passes(forward=forward, backward=matmul_seconds(gpu, m, k, n, unit, groups) + of_weight)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _AttentionWork:
+    """The attention of one rank in a pass over a micro-batch."""
+
+    heads: float
+    queries: int
+    """Queries of each head."""
+    flops: float
+    """FLOPs of the forward pass over all positions, masked or not: two products of 2 x queries x positions x width."""
+
+    @classmethod
+    def of(cls, shape: ModelShape, work: RankWork) -> Self:
+        """Count the attention of a rank. Ulysses gives each of its ranks all queries of some heads."""
+        heads = shape.heads / work.tp / work.heads_split
+        queries = work.tokens * work.heads_split
+        mean_width = shape.head_dim if shape.latent is None else (shape.head_dim + shape.latent.value_dim) / 2
+        return cls(heads=heads, queries=queries, flops=4.0 * queries * work.seq_len * heads * mean_width)
+
+    @property
+    def causal_flops(self) -> float:
+        """FLOPs of the forward pass without masked blocks."""
+        return self.flops / 2
+
+
 def attention_seconds(gpu: Gpu, shape: ModelShape, work: RankWork, execution: Execution) -> Passes:
     """Scores, softmax and weighted sum of all heads of a rank: causal, as kernels that skip masked blocks have it."""
-    heads = shape.heads / work.tp / work.heads_split
-    tokens = work.tokens * work.heads_split
-    width = shape.head_dim if shape.latent is None else (shape.head_dim + shape.latent.value_dim) / 2
-    flops = 4.0 * tokens * work.seq_len * heads * width
-    peak = gpu.peak_flops(execution.attention_precision) or gpu.fp32_flops
+    attention = _AttentionWork.of(shape, work)
     if gpu.core is not None:
-        rates = gpu.core.attention[execution.attention_precision]
-        return Passes(forward=flops / 2 / rates[0], backward=2.5 * flops / 2 / rates[1])
+        forward_rate, backward_rate = gpu.core.attention[execution.attention_precision]
+        return Passes(
+            forward=attention.causal_flops / forward_rate,
+            backward=_BACKWARD_FLASH_FLOPS * attention.causal_flops / backward_rate,
+        )
     if work.context > 1 and (shape.windowed or execution.attention == "eager"):
         return _tiled_attention(gpu, shape, work, execution)
-    if shape.windowed and execution.attention not in _SCORES:  # kernels that skip blocks outside of a window
-        flops *= 1 - shape.windowed * (1 - min(1.0, 2 * shape.window / work.seq_len))
-    if execution.attention not in _SCORES:
-        forward, backward = _RATES[execution.attention]
-        older = _OLD_KERNEL if peak > _BEFORE_HOPPER and execution.attention in _OLD_KERNELS else 1.0
-        # Softmax costs narrow heads as much as wide ones, whose products are larger.
-        narrow = min(1.0, 0.5 + shape.head_dim / 256)
-        moved = heads * tokens * shape.head_dim if shape.sinks and execution.attention == "flex" else 0
-        # Blocks on the diagonal are half empty, and pipelines of loads have to fill.
-        rate = peak * older * narrow * work.seq_len / (work.seq_len + 512)
-        return Passes(
-            forward=flops / 2 / (rate * forward) + stream_seconds(gpu, moved * _SINKS[0]),
-            backward=2.5 * flops / 2 / (rate * backward) + stream_seconds(gpu, moved * _SINKS[1], 2),
-        )
-    scores = heads * tokens * work.seq_len * execution.activation_bytes / 2
-    seconds = []
-    for way, (passes, touched) in enumerate(zip((1, 2), _PRODUCTS, strict=True)):
-        # Products over narrow heads write or read every score: they are as often bound by memory as by their units.
-        product = max(
-            passes * flops / (fraction(gpu, execution.attention_precision) * peak),
-            stream_seconds(gpu, scores * touched, 0),
-        )
-        rest = _SCORES[execution.attention][way] + (_DROPOUT[way] if execution.dropout else 0)
-        seconds.append(product + stream_seconds(gpu, scores * rest, 6))
-    return Passes(forward=seconds[0], backward=seconds[1])
+    if execution.attention in _SCORE_BYTES:
+        return _attention_with_scores(gpu, work, execution, attention)
+    return _flash_attention(gpu, shape, work, execution, attention)
+
+
+def _flash_attention(
+    gpu: Gpu, shape: ModelShape, work: RankWork, execution: Execution, attention: _AttentionWork
+) -> Passes:
+    """Attention by kernels that keep no scores, and that skip blocks which are masked or outside of a window."""
+    flops = attention.causal_flops
+    if shape.windowed:
+        seen_share = min(1.0, 2 * shape.window / work.seq_len)
+        flops *= 1 - shape.windowed * (1 - seen_share)
+    peak = _attention_peak(gpu, execution)
+    kernel_share = _OLD_KERNEL if peak > _BEFORE_HOPPER and execution.attention in _OLD_KERNELS else 1.0
+    # Softmax costs narrow heads as much as wide ones, whose products are larger.
+    width_share = min(1.0, 0.5 + shape.head_dim / 256)
+    # Blocks on the diagonal are half empty, and pipelines of loads have to fill.
+    rate = peak * kernel_share * width_share * work.seq_len / (work.seq_len + 512)
+    peak_shares = _FLASH_PEAK_SHARES[execution.attention]
+    scaled = attention.heads * attention.queries * shape.head_dim
+    if not (shape.sinks and execution.attention == "flex"):
+        scaled = 0
+    return Passes(
+        forward=flops / (rate * peak_shares.forward) + stream_seconds(gpu, scaled * _SINK_BYTES.forward),
+        backward=_BACKWARD_FLASH_FLOPS * flops / (rate * peak_shares.backward)
+        + stream_seconds(gpu, scaled * _SINK_BYTES.backward, 2),
+    )
+
+
+def _attention_with_scores(gpu: Gpu, work: RankWork, execution: Execution, attention: _AttentionWork) -> Passes:
+    """Attention that writes the scores of all pairs to memory, masked or not.
+
+    Products over narrow heads write or read every score: they are as often bound by memory as by their units.
+    """
+    rate = fraction(gpu, execution.attention_precision) * _attention_peak(gpu, execution)
+    # The constants count bytes of 16-bit scores.
+    scores = attention.heads * attention.queries * work.seq_len * execution.activation_bytes / 2
+    softmax_bytes = _SCORE_BYTES[execution.attention]
+    dropout_bytes = _SCORE_DROPOUT_BYTES if execution.dropout else _NOTHING
+    forward_product = max(attention.flops / rate, stream_seconds(gpu, scores * _PRODUCT_BYTES.forward, 0))
+    backward_product = max(
+        _BACKWARD_PRODUCTS * attention.flops / rate, stream_seconds(gpu, scores * _PRODUCT_BYTES.backward, 0)
+    )
+    forward_bytes = scores * (softmax_bytes.forward + dropout_bytes.forward)
+    backward_bytes = scores * (softmax_bytes.backward + dropout_bytes.backward)
+    return Passes(
+        forward=forward_product + stream_seconds(gpu, forward_bytes, 6),
+        backward=backward_product + stream_seconds(gpu, backward_bytes, 6),
+    )
+
+
+def _attention_peak(gpu: Gpu, execution: Execution) -> float:
+    """Peak FLOP/s of a GPU in the precision of attention."""
+    return gpu.peak_flops(execution.attention_precision) or gpu.fp32_flops
 
 
 def _tiled_attention(gpu: Gpu, shape: ModelShape, work: RankWork, execution: Execution) -> Passes:
@@ -301,26 +435,44 @@ def _tiled_attention(gpu: Gpu, shape: ModelShape, work: RankWork, execution: Exe
     return shape.windowed * windowed + (1 - shape.windowed) * others
 
 
-def _streams(gpu: Gpu, shape: ModelShape, work: RankWork, execution: Execution) -> Passes:
+def _elementwise_seconds(gpu: Gpu, shape: ModelShape, work: RankWork, execution: Execution) -> Passes:
     """Element-wise kernels by the bytes that they move, and the casts of 8 and 4-bit products."""
+    forward_rate: float | None = None
+    backward_rate: float | None = None
+    if gpu.core is not None:
+        forward_rate, backward_rate = gpu.core.layer_bytes_per_second
+    forward_bytes = _elementwise_bytes(shape, work, execution, FORWARD)
+    backward_bytes = _elementwise_bytes(shape, work, execution, BACKWARD)
+    return Passes(
+        forward=stream_seconds(gpu, forward_bytes, _ELEMENTWISE_KERNELS.forward, reached=forward_rate),
+        backward=stream_seconds(gpu, backward_bytes, _ELEMENTWISE_KERNELS.backward, reached=backward_rate),
+    )
+
+
+def _elementwise_bytes(shape: ModelShape, work: RankWork, execution: Execution, direction: int) -> float:
+    """Bytes that the element-wise kernels of a layer move in one pass.
+
+    Two norms, residual sums and dropouts work on [T, h], the activation function on [T, f/t], rotary embeddings and
+    copies on queries, keys and values [T, (q + 2k)/t]. A framework's facts have the bytes of each for an element.
+    """
     facts = execution.facts
-    size = execution.activation_bytes / 2
-    whole = work.tokens * shape.hidden * (1 / work.tp if work.sequence_parallel else 1)
-    mlp = (1 - expert_share(shape)) * work.tokens * shape.ffn / work.tp
-    heads = work.tokens * (shape.attention_dim + 2 * shape.kv_dim) / work.tp
+    hidden_elements = work.tokens * shape.hidden * (1 / work.tp if work.sequence_parallel else 1)
+    mlp_elements = (1 - expert_share(shape)) * work.tokens * shape.ffn / work.tp
+    head_elements = work.tokens * (shape.attention_dim + 2 * shape.kv_dim) / work.tp
     norm = facts["norm"] if execution.fused_norm or "unfused_norm" not in facts else facts["unfused_norm"]
-    rotary = (0, 0) if shape.learned_positions else facts["rotary"]
-    dropout = facts["dropout"] if execution.dropout else (0, 0)
-    seconds = []
-    for way in (0, 1):
-        moved = whole * 2 * (norm[way] + facts["residual"][way] + dropout[way])
-        moved += mlp * facts["activation"]["gated" if shape.gated else "plain"][way]
-        moved += heads * (rotary[way] + facts["copies"][way])
-        moved *= size * (COMPILED_SHARE if execution.compiled else 1)
-        if execution.precision in QUANTIZED:
-            inputs = work.tokens * (2 * shape.hidden + shape.attention_dim / work.tp) + mlp
-            outputs = work.tokens * 2 * shape.hidden + heads + mlp * (2 if shape.gated else 1)
-            moved += QUANTIZED[execution.precision] * (inputs if way == 0 else outputs)
-        reached = None if gpu.core is None else gpu.core.layer_bytes_per_second[way]
-        seconds.append(stream_seconds(gpu, moved, 10 if way == 0 else 14, reached=reached))
-    return Passes(forward=seconds[0], backward=seconds[1])
+    rotary = _NOTHING if shape.learned_positions else facts["rotary"]
+    dropout = facts["dropout"] if execution.dropout else _NOTHING
+    moved: float = hidden_elements * 2 * (norm[direction] + facts["residual"][direction] + dropout[direction])
+    moved += mlp_elements * _activation_bytes(shape, facts)[direction]
+    moved += head_elements * (rotary[direction] + facts["copies"][direction])
+    moved *= execution.activation_bytes / 2 * (COMPILED_SHARE if execution.compiled else 1)
+    if execution.precision in QUANTIZED:
+        inputs = work.tokens * (2 * shape.hidden + shape.attention_dim / work.tp) + mlp_elements
+        outputs = work.tokens * 2 * shape.hidden + head_elements + mlp_elements * (2 if shape.gated else 1)
+        moved += QUANTIZED[execution.precision] * (inputs if direction == FORWARD else outputs)
+    return moved
+
+
+def _activation_bytes(shape: ModelShape, facts: Mapping[str, Any]) -> PassPair:
+    """Bytes that the activation function of an MLP moves for each element of its width."""
+    return PassPair(*facts["activation"]["gated" if shape.gated else "plain"])
