@@ -1,5 +1,7 @@
 """Seconds that data parallelism, the optimizer and offload add to a step."""
 
+from dataclasses import dataclass
+
 from toolkit.config.layout import recomputes
 from toolkit.models.weights import held_layer_parameters, routed_parameters
 from toolkit.planner import collectives
@@ -36,10 +38,31 @@ NVME_BYTES_PER_SECOND = 1.6e9
 """A GPU's share of its node's drives, reading and writing alike: 25 GB/s of a DGX-2 with 16 GPUs (Rajbhandari et al.
 2021, ZeRO-Infinity, section 3). Not measured here."""
 
-
-_SAVED = {"lion": 8, "sgd": 8, "adamw8bit": 12, "muon": 8}
+_SAVED_UPDATE_BYTES = {"lion": 8, "sgd": 8, "adamw8bit": 12, "muon": 8}
 """Bytes an element that an update reads and writes less than with AdamW's two moments, embeddings like all else; SGD
 with momentum. Adafactor has no moments, and reads gradients about as often as these."""
+_FP32_BYTES = 4
+_OPTIMIZER_NVME_BYTES = 32
+"""A parameter's bytes that an update reads from and writes to NVMe: 4 of a gradient, of a master and of two moments,
+each once in both directions."""
+_MUON_PRODUCTS = 15
+"""Matrix products of Muon's orthogonalization: three in each of five iterations of Newton-Schulz."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Replicated:
+    """Weights of one rank that the same ranks have: the routed experts, or all others."""
+
+    trained: float
+    """Weights that train."""
+    weights: float
+    ranks: collectives.RankGroup
+    """Ranks that have the same weights, whole or as shards."""
+
+    @property
+    def updated_shard(self) -> float:
+        """Weights that the rank updates where optimizer states are sharded."""
+        return self.trained / self.ranks.size
 
 
 def data_seconds(request: StepRequest, forward: float, backward: float) -> float:
@@ -49,56 +72,78 @@ def data_seconds(request: StepRequest, forward: float, backward: float) -> float
 
     ZeRO-0 reduces all gradients; stages 1 and 2 reduce and scatter them and gather the updated weights, as many bytes;
     stage 3 gathers every layer's weights forward and backward in each micro-batch and reduces its gradients. What does
-    not train has no gradient, and is not updated.
+    not train has no gradient, and is not updated. `forward` and `backward` are seconds of a micro-batch's passes.
     """
     layout = request.layout
-    cluster = request.cluster
-    execution = request.execution
     tied = _tied(request)
     if request.replicas == 1:
         return tied
-    if cluster.cores:  # a core that communicates does not compute
-        forward = backward = 0.0
+    if request.cluster.cores:  # a core that communicates does not compute
+        forward = 0.0
+        backward = 0.0
     if layout.zero_stage == 3:
         return tied + _sharded(request, forward, backward)
-    overlaps = execution.facts["overlaps"]
-    size = execution.facts["gradient_bytes"]
-    reduce = gather = 0.0
-    whole = execution.facts.get("reduces_all", False) or bool(cluster.cores)  # gloo: DeepSpeed sums whole buckets
-    for numel, _, ranks in _owners(request):
-        gradient = size * numel
-        weight = numel * execution.activation_bytes
-        messages = max(1.0, gradient / execution.facts["bucket"])
-        summed = collectives.all_reduce if whole or layout.zero_stage == 0 else collectives.all_gather
-        reduce += summed(cluster, ranks, gradient, messages)
-        gather += collectives.all_gather(cluster, ranks, weight, messages) if layout.zero_stage else 0.0
-    if layout.zero_stage and execution.facts.get("copies_shards"):
-        gather += TENSORS * request.most_layers * request.replicas * cluster.gpu.kernel_seconds
-    times = request.setup.accumulation if layout.zero_stage == 2 else 1  # stage 2 keeps no whole gradients between them
-    overlapped = overlaps["gradients" if layout.pp == 1 else "pipeline"]
-    exposed = times * _exposed(reduce, overlapped * backward)
-    return tied + exposed + _exposed(gather, overlaps["gathers"] * forward)
+    overlaps = request.execution.facts["overlaps"]
+    # Stage 2 keeps no whole gradients between micro-batches.
+    reductions = request.setup.accumulation if layout.zero_stage == 2 else 1
+    overlapped_share = overlaps["gradients" if layout.pp == 1 else "pipeline"]
+    exposed_reductions = reductions * _exposed(_reduction_seconds(request), overlapped_share * backward)
+    exposed_gather = _exposed(_weight_gather_seconds(request), overlaps["gathers"] * forward)
+    return tied + exposed_reductions + exposed_gather
 
 
-def _owners(request: StepRequest) -> list[tuple[float, float, collectives.RankGroup]]:
-    """Weights that train, weights, and the ranks that have the same: of routed experts, and of all others."""
+def _reduction_seconds(request: StepRequest) -> float:
+    """Seconds to reduce the gradients of one step, or of one micro-batch with ZeRO-2."""
+    facts = request.execution.facts
+    # Over gloo DeepSpeed sums whole buckets.
+    reduces_all = facts.get("reduces_all", False) or bool(request.cluster.cores)
+    collective = collectives.all_gather  # a reduce-scatter takes as long
+    if reduces_all or request.layout.zero_stage == 0:
+        collective = collectives.all_reduce
+    seconds = 0.0
+    for part in _replicated(request):
+        gradient_bytes = facts["gradient_bytes"] * part.trained
+        seconds += collective(request.cluster, part.ranks, gradient_bytes, _buckets(request, part))
+    return seconds
+
+
+def _weight_gather_seconds(request: StepRequest) -> float:
+    """Seconds to gather the weights that the ranks of ZeRO-1 and ZeRO-2 have updated; 0 with ZeRO-0."""
+    if request.layout.zero_stage == 0:
+        return 0.0
+    execution = request.execution
+    seconds = 0.0
+    for part in _replicated(request):
+        weight_bytes = part.trained * execution.activation_bytes
+        seconds += collectives.all_gather(request.cluster, part.ranks, weight_bytes, _buckets(request, part))
+    if execution.facts.get("copies_shards"):
+        copies = TENSORS * request.most_layers * request.replicas
+        seconds += copies * request.cluster.gpu.kernel_seconds
+    return seconds
+
+
+def _buckets(request: StepRequest, part: _Replicated) -> float:
+    """Messages in which gradients are reduced, and the weights that they update gathered."""
+    facts = request.execution.facts
+    buckets: float = facts["gradient_bytes"] * part.trained / facts["bucket"]
+    return max(1.0, buckets)
+
+
+def _replicated(request: StepRequest) -> list[_Replicated]:
+    """Return the weights of the rank with most of them, by the ranks that have the same."""
     layout = request.layout
-    ep = layout.ep
-    every = collectives.group(request.cluster, size=request.replicas, stride=layout.tp)
-    alike = collectives.group(request.cluster, size=request.replicas // ep, stride=layout.tp * ep)
-    dense = (request.trained_parameters, request.parameters, every)
+    replicas = collectives.group(request.cluster, size=request.replicas, stride=layout.tp)
+    dense = _Replicated(trained=request.trained_parameters, weights=request.parameters, ranks=replicas)
     if not request.routed:
         return [dense]
-    return [dense, (request.trained_routed, request.routed, alike)]
+    owners = collectives.group(request.cluster, size=request.replicas // layout.ep, stride=layout.tp * layout.ep)
+    return [dense, _Replicated(trained=request.trained_routed, weights=request.routed, ranks=owners)]
 
 
-def _owned(request: StepRequest) -> tuple[float, float]:
-    """Weights that a rank updates, and weights of which it has gradients."""
-    owners = _owners(request)
+def _updated(request: StepRequest) -> float:
+    """Weights that one rank updates: all that train, or its shard of them."""
     is_sharded = request.layout.zero_stage > 0
-    updated = sum(trained / (ranks.size if is_sharded else 1) for trained, _, ranks in owners)
-    with_gradients = sum(trained for trained, _, _ in owners)
-    return updated, with_gradients
+    return sum(part.updated_shard if is_sharded else part.trained for part in _replicated(request))
 
 
 def _tied(request: StepRequest) -> float:
@@ -126,26 +171,32 @@ def _sharded(request: StepRequest, forward: float, backward: float) -> float:
     """
     cluster = request.cluster
     execution = request.execution
+    accumulation = request.setup.accumulation
+    hpz = request.layout.hpz
     layers = request.shape.layers
-    size = execution.facts["gradient_bytes"]
-    gather = again = reduce = 0.0
-    for trained, numel, ranks in _owners(request):
-        overhead = layers * collectives.all_gather(cluster, ranks, 1.0)
-        gather += collectives.all_gather(cluster, ranks, numel * execution.activation_bytes) + overhead
+    first_gather = 0.0
+    later_gather = 0.0
+    reduction = 0.0
+    for part in _replicated(request):
+        weight_bytes = part.weights * execution.activation_bytes
+        gradient_bytes = part.trained * execution.facts["gradient_bytes"]
+        latency = layers * collectives.all_gather(cluster, part.ranks, 1.0)
+        first_gather += collectives.all_gather(cluster, part.ranks, weight_bytes) + latency
         # ZeRO++: after the first gather of a step, from a second partition over neighbors.
-        near = collectives.group(cluster, size=request.layout.hpz, stride=1) if request.layout.hpz > 1 else ranks
-        again += collectives.all_gather(cluster, near, numel * execution.activation_bytes)
-        again += layers * collectives.all_gather(cluster, near, 1.0)
-        reduce += collectives.all_gather(cluster, ranks, trained * size) + overhead
-    share: float = execution.facts["sharded"]
-    gather /= share
-    again /= share
-    reduce /= share
-    first = max(gather - forward, gather / layers)
-    later = max(again - forward, again / layers)
-    back = max(again + reduce - backward, (again + reduce) / layers)
-    exposed = request.setup.accumulation * (back + layers * cluster.sharded_seconds)
-    return exposed + first + (request.setup.accumulation - 1) * later
+        near = collectives.group(cluster, size=hpz, stride=1) if hpz > 1 else part.ranks
+        later_gather += collectives.all_gather(cluster, near, weight_bytes)
+        later_gather += layers * collectives.all_gather(cluster, near, 1.0)
+        reduction += collectives.all_gather(cluster, part.ranks, gradient_bytes) + latency
+    link_share: float = execution.facts["sharded"]
+    first_gather /= link_share
+    later_gather /= link_share
+    reduction /= link_share
+    first_forward = max(first_gather - forward, first_gather / layers)
+    later_forward = max(later_gather - forward, later_gather / layers)
+    behind_backward = later_gather + reduction
+    each_backward = max(behind_backward - backward, behind_backward / layers)
+    exposed = accumulation * (each_backward + layers * cluster.sharded_seconds)
+    return exposed + first_forward + (accumulation - 1) * later_forward
 
 
 def optimizer_seconds(request: StepRequest) -> float:
@@ -154,41 +205,42 @@ def optimizer_seconds(request: StepRequest) -> float:
     Where the states are offloaded the host reads and writes them (`offload_seconds`); the norm, the engine's fixed
     share of a step and Muon's products stay what they are.
     """
-    share, numel = _owned(request)
-    update = 0.0
+    update_bytes = 0.0
     if request.layout.offload_optimizer == "none":
-        update = (request.execution.facts["optimizer"] - _SAVED.get(request.optimizer, 0)) * share
-    return (
-        stream_seconds(request.cluster.gpu, update + 4 * numel, 20)
-        + request.cluster.step_overhead_seconds
-        + (muon_seconds(request) if request.optimizer == "muon" else 0.0)
-    )
+        bytes_of_element = request.execution.facts["optimizer"] - _SAVED_UPDATE_BYTES.get(request.optimizer, 0)
+        update_bytes = bytes_of_element * _updated(request)
+    norm_bytes = _FP32_BYTES * sum(part.trained for part in _replicated(request))
+    muon = muon_seconds(request) if request.optimizer == "muon" else 0.0
+    kernels = stream_seconds(request.cluster.gpu, update_bytes + norm_bytes, 20)
+    return kernels + request.cluster.step_overhead_seconds + muon
 
 
 def muon_seconds(request: StepRequest) -> float:
-    """Orthogonalizing a rank's share of the matrices of its stage, and bringing their pieces there and back.
+    """Orthogonalizing a rank's share of the matrices of its stage, and bringing their pieces there and back."""
+    shape = request.shape
+    routed = routed_parameters(shape)
+    seconds = _orthogonalization_seconds(request, held_layer_parameters(shape) - routed, side=shape.hidden)
+    if shape.experts is not None:
+        seconds += _orthogonalization_seconds(request, routed, side=min(shape.hidden, shape.experts.ffn))
+    return seconds
+
+
+def _orthogonalization_seconds(request: StepRequest, layer_weights: float, *, side: int) -> float:
+    """Seconds for the matrices of `layer_weights` weights of each layer, whose smaller side is `side`.
 
     An iteration on a matrix of n x m, n at most m, computes x x^T, its square, and their product with x: per block of
     n x n weights at most three products of n x n x n. n is taken as the model's width for all, or as the experts'
     intermediate size: too much by a fifth where m = 4n.
     """
-    shape = request.shape
-    layout = request.layout
+    if not layer_weights:
+        return 0.0
     cluster = request.cluster
-    execution = request.execution
-    ranks = collectives.group(cluster, size=request.replicas * layout.tp, stride=1)
-    routed = routed_parameters(shape)
-    width = 4 if execution.precision == "fp32" else 2
-    seconds = 0.0
-    for weights, side in (
-        (held_layer_parameters(shape) - routed, shape.hidden),
-        (routed, min(shape.hidden, shape.experts.ffn) if shape.experts else 0),
-    ):
-        if weights:
-            share = request.most_layers * weights / ranks.size
-            product = matmul_seconds(cluster.gpu, side, side, side, "fp32" if width == 4 else "bf16")
-            seconds += 15 * share / side**2 * product + 2 * collectives.all_to_all(cluster, ranks, width * share)
-    return seconds
+    in_fp32 = request.execution.precision == "fp32"
+    ranks = collectives.group(cluster, size=request.replicas * request.layout.tp, stride=1)
+    weights = request.most_layers * layer_weights / ranks.size
+    product = matmul_seconds(cluster.gpu, side, side, side, "fp32" if in_fp32 else "bf16")
+    exchange = collectives.all_to_all(cluster, ranks, (4 if in_fp32 else 2) * weights)
+    return _MUON_PRODUCTS * weights / side**2 * product + 2 * exchange
 
 
 def activation_seconds(request: StepRequest, forward: float, backward: float) -> float:
@@ -202,12 +254,13 @@ def activation_seconds(request: StepRequest, forward: float, backward: float) ->
     shape = request.shape
     if not layout.offload_activations:
         return 0.0
-    again = sum(recomputes(layout.recompute, layer) for layer in range(shape.layers)) / shape.layers
-    between = layout.tp if layout.sequence_parallel else 1
+    recomputed = sum(recomputes(layout.recompute, layer) for layer in range(shape.layers)) / shape.layers
+    hidden_shards = layout.tp if layout.sequence_parallel else 1
     inside = 2 * shape.attention_dim + 2 * shape.kv_dim + (4 if shape.gated else 2) * shape.ffn
-    stored = again * shape.hidden / between + (1 - again) * (4 * shape.hidden / between + inside / layout.tp)
-    moved = request.most_layers * request.work.tokens * stored * request.execution.activation_bytes
-    link = moved / request.cluster.host_bytes_per_second
+    of_others = 4 * shape.hidden / hidden_shards + inside / layout.tp
+    numbers_of_token = recomputed * shape.hidden / hidden_shards + (1 - recomputed) * of_others
+    moved_bytes = request.most_layers * request.work.tokens * numbers_of_token * request.execution.activation_bytes
+    link = moved_bytes / request.cluster.host_bytes_per_second
     return max(0.0, link - forward) + max(0.0, link - backward)
 
 
@@ -226,25 +279,36 @@ def offload_seconds(request: StepRequest, backward: float) -> float:
     cluster = request.cluster
     if layout.offload_optimizer == "none" and layout.offload_params == "none":
         return 0.0
-    share, _ = _owned(request)
+    accumulation = request.setup.accumulation
+    updated = _updated(request)
     link = cluster.host_bytes_per_second
     size = request.execution.activation_bytes
-    seconds = share * size / link + offload_overhead(request)
+    seconds = updated * size / link + offload_overhead(request)
     if layout.offload_optimizer != "none":
-        # A CPU's rank has no other memory than its host's.
-        rate = MEMORY_SHARE * cluster.gpu.memory_bytes_per_second if cluster.cores else CPU_BYTES_PER_SECOND
-        seconds += share * 4 / link
-        seconds += share * (HOST_UPDATE_BYTES - _SAVED.get(request.optimizer, 0)) / rate
+        seconds += updated * _FP32_BYTES / link
+        seconds += _host_update_seconds(request, updated)
         if layout.zero_stage == 3:
-            seconds += request.setup.accumulation * max(0.0, share * 8 / link - backward)
+            up_and_down = updated * 2 * _FP32_BYTES / link
+            seconds += accumulation * max(0.0, up_and_down - backward)
     if layout.offload_params != "none":
-        weights = sum(numel / ranks.size for _, numel, ranks in _owners(request))
-        seconds += 2 * request.setup.accumulation * weights * size / link
+        shard = sum(part.weights / part.ranks.size for part in _replicated(request))
+        passes = 2 * accumulation
+        seconds += passes * shard * size / link
         if layout.offload_params == "nvme":
-            seconds += (2 * request.setup.accumulation + 1) * weights * size / NVME_BYTES_PER_SECOND
+            seconds += (passes + 1) * shard * size / NVME_BYTES_PER_SECOND
     if layout.offload_optimizer == "nvme":
-        seconds += share * 32 / NVME_BYTES_PER_SECOND
+        seconds += updated * _OPTIMIZER_NVME_BYTES / NVME_BYTES_PER_SECOND
     return seconds
+
+
+def _host_update_seconds(request: StepRequest, updated: float) -> float:
+    """Seconds in which the host reads and writes the states of `updated` parameters."""
+    cluster = request.cluster
+    bytes_per_second = CPU_BYTES_PER_SECOND
+    if cluster.cores:  # a CPU's rank has no other memory than its host's
+        bytes_per_second = MEMORY_SHARE * cluster.gpu.memory_bytes_per_second
+    bytes_of_parameter = HOST_UPDATE_BYTES - _SAVED_UPDATE_BYTES.get(request.optimizer, 0)
+    return updated * bytes_of_parameter / bytes_per_second
 
 
 def offload_overhead(request: StepRequest) -> float:
@@ -257,25 +321,28 @@ def offload_overhead(request: StepRequest) -> float:
     group is updated and sent up by itself.
     """
     layout = request.layout
-    cluster = request.cluster
-    if cluster.cores:
+    if request.cluster.cores:
         return 0.0
-    share, _ = _owned(request)
-    layers = request.most_layers
-    tensors = LAYER_TENSORS * layers
+    accumulation = request.setup.accumulation
+    tensors = LAYER_TENSORS * request.most_layers
     copies = 0.0
-    seconds = 0.0
+    update = 0.0
     if layout.offload_optimizer != "none":
-        adapted = 0 if request.trained is None else len(request.trained.adapters)
-        gradients = 2 * adapted * layers if adapted else tensors  # an adapter of LoRA has two matrices
+        gradients = _gradient_tensors(request)
+        groups: float = GROUPS
         if layout.zero_stage == 3:
-            groups = max(GROUPS, share / SUB_GROUP)
-            copies = 2 * gradients * (1 + request.setup.accumulation)
+            groups = max(GROUPS, _updated(request) / SUB_GROUP)
+            copies = 2 * gradients * (1 + accumulation)
         else:
-            groups = GROUPS
             copies = 2 * max(1.0, gradients / request.replicas)
         copies += groups + HOST_SYNCHRONIZATIONS
-        seconds = groups * HOST_UPDATE_SECONDS
+        update = groups * HOST_UPDATE_SECONDS
     if layout.offload_params != "none":
-        copies += tensors * (1 + 2 * request.setup.accumulation)
-    return seconds + copies * COPY_SECONDS
+        copies += tensors * (1 + 2 * accumulation)
+    return update + copies * COPY_SECONDS
+
+
+def _gradient_tensors(request: StepRequest) -> int:
+    """Gradients of a rank's layers: of all parameters, or of the two matrices of each adapter."""
+    adapters = 0 if request.trained is None else len(request.trained.adapters)
+    return request.most_layers * (2 * adapters if adapters else LAYER_TENSORS)
