@@ -120,69 +120,52 @@ waits."""
 
 def predict_step(request: StepRequest) -> StepTime:
     """Predict one optimizer step."""
-    shape = request.shape
-    layout = request.layout
-    execution = request.execution
-    gpu = request.cluster.gpu
-    work = request.work
-    m = request.setup.accumulation
-    trained = request.trained
-    embedding = embedding_seconds(gpu, shape, work, execution, trained)
-    head = head_seconds(gpu, shape, work, execution, trained)
-    stages = []
-    for stage, total in enumerate(_layers(request)):
-        if stage == 0:
-            total = total.plus(embedding, _end_idle(request, embedding))
-        if stage == layout.stages - 1:
-            total = total.plus(head, _end_idle(request, head), weight=_head_weight(request))
-        stages.append(total.scaled(request.cluster.slowdown_of_active_ranks(request.gpus)))
-    of_rank: list[list[_Stage]] = [[] for _ in range(layout.pp)]
-    for rank, stage_time in zip(layout.stage_ranks, stages, strict=True):
-        of_rank[rank].append(stage_time)
-    ranks = list(map(_sum, of_rank))
+    setup = request.setup
+    cluster = request.cluster
+    micro_batches = setup.accumulation
+    stages = _stages(request)
+    ranks = _of_ranks(request, stages)
     slowest = max(ranks, key=lambda rank: rank.seconds)
     forward_share = 1 - slowest.backward / slowest.seconds
-    if layout.schedule is None:
-        waiting = bubble_seconds([stage.seconds for stage in stages], forward_share, m) / execution.virtual_stages
-        pipeline = _pipeline(request)
-    else:
-        waiting = _scheduled_waiting(request, stages)
-        pipeline = 0.0  # messages delay those who receive them, which is in the simulation
+    waiting = _waiting(request, stages, forward_share)
     limiting = slowest
-    ranks_per_core = request.cluster.ranks_per_core(request.gpus)
+    ranks_per_core = cluster.ranks_per_core(request.gpus)
     if ranks_per_core > 1:
         # Ranks share cores: the work of all takes as long as the cores do, and the pipeline at least its own time.
-        alone = m * slowest.seconds + waiting
-        average_per_core = _sum(ranks).scaled(ranks_per_core / len(ranks))
-        limiting = average_per_core
-        waiting = max(0.0, alone - m * limiting.seconds)
-    forward = limiting.seconds - limiting.backward
-    backward = limiting.backward
-    data = data_seconds(request, forward, backward)
-    offload = ranks_per_core * offload_seconds(request, backward) + m * activation_seconds(request, forward, backward)
-    tokens = request.setup.global_batch_size * request.setup.seq_len
-    count = train_flops_per_token if trained is None else trained.flops_per_token
-    flops = count(shape, request.setup.seq_len)
-    passed = m * forward + forward_share * waiting + ranks_per_core * pipeline / 2
+        alone = micro_batches * slowest.seconds + waiting
+        limiting = _sum(ranks).scaled(ranks_per_core / len(ranks))
+        waiting = max(0.0, alone - micro_batches * limiting.seconds)
+    sending = _pipeline(request)
+    data = data_seconds(request, limiting.forward, limiting.backward)
+    offloaded_states = offload_seconds(request, limiting.backward)
+    offloaded_activations = activation_seconds(request, limiting.forward, limiting.backward)
+    forward = micro_batches * limiting.forward + forward_share * waiting + ranks_per_core * sending / 2
+    tokens = setup.global_batch_size * setup.seq_len
     return StepTime(
-        compute=m * limiting.compute,
-        recompute=m * limiting.recompute,
-        reference=request.setup.forward_passes * passed,
-        host=m * (limiting.host + ranks_per_core * request.cluster.micro_batch_overhead_seconds),
-        tensor=m * limiting.tensor,
-        context=m * limiting.context,
-        expert=m * limiting.expert,
-        pipeline=ranks_per_core * pipeline,
+        compute=micro_batches * limiting.compute,
+        recompute=micro_batches * limiting.recompute,
+        reference=setup.forward_passes * forward,
+        host=micro_batches * (limiting.host + ranks_per_core * cluster.micro_batch_overhead_seconds),
+        tensor=micro_batches * limiting.tensor,
+        context=micro_batches * limiting.context,
+        expert=micro_batches * limiting.expert,
+        pipeline=ranks_per_core * sending,
         bubble=waiting,
         data=ranks_per_core * data,
         optimizer=ranks_per_core * optimizer_seconds(request),
-        offload=offload,
-        forward=passed,
+        offload=ranks_per_core * offloaded_states + micro_batches * offloaded_activations,
+        forward=forward,
         tokens=tokens,
         gpus=request.gpus,
-        model_flops=flops * tokens,
-        peak_flops=gpu.peak_flops(execution.unit) or gpu.fp32_flops,
+        model_flops=_flops_per_token(request) * tokens,
+        peak_flops=cluster.gpu.peak_flops(request.execution.unit) or cluster.gpu.fp32_flops,
     )
+
+
+def _flops_per_token(request: StepRequest) -> float:
+    """FLOPs of forward and backward for one token, without recomputation."""
+    count = train_flops_per_token if request.trained is None else request.trained.flops_per_token
+    return count(request.shape, request.setup.seq_len)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +187,11 @@ class _Stage:
     def seconds(self) -> float:
         return self.compute + self.recompute + self.host + self.tensor + self.context + self.expert
 
+    @property
+    def forward(self) -> float:
+        """Seconds of the forward pass."""
+        return self.seconds - self.backward
+
     def scaled(self, factor: float) -> "_Stage":
         return _Stage(
             compute=factor * self.compute,
@@ -216,13 +204,17 @@ class _Stage:
             weight=factor * self.weight,
         )
 
-    def plus(self, end: Passes, idle: Sequence[float], *, weight: float = 0.0) -> "_Stage":
-        """Return the stage with the seconds of the embeddings or the head added."""
+    def plus(self, end: Passes, idle: Passes, *, weight: float = 0.0) -> "_Stage":
+        """Return the stage with the embeddings or the head added: their seconds, and those in which the GPU waits.
+
+        `weight` are seconds of the gradient of the end's weight that a schedule may leave for later.
+        """
+        waits = idle.forward + idle.backward
         return replace(
             self,
             compute=self.compute + end.forward + end.backward,
-            host=self.host + sum(idle),
-            backward=self.backward + end.backward + idle[1],
+            host=self.host + waits,
+            backward=self.backward + end.backward + idle.backward,
             weight=self.weight + weight,
         )
 
@@ -240,17 +232,44 @@ def _sum(stages: Sequence[_Stage]) -> _Stage:
     )
 
 
-def _scheduled_waiting(request: StepRequest, stages: Sequence[_Stage]) -> float:
-    """Seconds that the busiest rank waits in a step of the layout's schedule."""
+def _stages(request: StepRequest) -> list[_Stage]:
+    """Every stage of the pipeline: its layers, with the embeddings in the first and the head in the last one."""
+    gpu = request.cluster.gpu
+    embedding = embedding_seconds(gpu, request.shape, request.work, request.execution, request.trained)
+    head = head_seconds(gpu, request.shape, request.work, request.execution, request.trained)
+    slowdown = request.cluster.slowdown_of_active_ranks(request.gpus)
+    stages = []
+    for index, stage in enumerate(_layers(request)):
+        if index == 0:
+            stage = stage.plus(embedding, _end_idle(request, embedding))
+        if index == request.layout.stages - 1:
+            stage = stage.plus(head, _end_idle(request, head), weight=_head_weight(request))
+        stages.append(stage.scaled(slowdown))
+    return stages
+
+
+def _of_ranks(request: StepRequest, stages: Sequence[_Stage]) -> list[_Stage]:
+    """Add up the stages of each pipeline rank."""
+    stages_of_rank: list[list[_Stage]] = [[] for _ in range(request.layout.pp)]
+    for rank, stage in zip(request.layout.stage_ranks, stages, strict=True):
+        stages_of_rank[rank].append(stage)
+    return [_sum(of_rank) for of_rank in stages_of_rank]
+
+
+def _waiting(request: StepRequest, stages: Sequence[_Stage], forward_share: float) -> float:
+    """Seconds of a step in which the busiest rank waits for others; `forward_share` is that of its forward passes."""
     layout = request.layout
-    schedule = layout.table(request.setup.accumulation)
+    micro_batches = request.setup.accumulation
+    if layout.schedule is None:
+        bubble = bubble_seconds([stage.seconds for stage in stages], forward_share, micro_batches)
+        return bubble / request.execution.virtual_stages
     costs = ScheduleCosts(
-        forward=[stage.seconds - stage.backward for stage in stages],
+        forward=[stage.forward for stage in stages],
         backward=[stage.backward - stage.weight for stage in stages],
         weight=[stage.weight for stage in stages],
         transfer=[_send_seconds(request)] * (len(stages) - 1),
     )
-    return waiting_seconds(schedule, costs)
+    return waiting_seconds(layout.table(micro_batches), costs)
 
 
 def _head_weight(request: StepRequest) -> float:
@@ -267,121 +286,158 @@ def _head_weight(request: StepRequest) -> float:
 def _layers(request: StepRequest) -> Iterator[_Stage]:
     """The decoder layers of each stage, some of which may be recomputed."""
     recompute = request.layout.recompute
-    first = 0
     if RECOMPUTE_PERIODS.get(recompute, 1) == 1:
-        yield from map(_layer(request, recompute).scaled, request.stages)
+        layer = _layer(request, recompute)
+        yield from (layer.scaled(count) for count in request.stages)
         return
-    none = _layer(request, "none")
-    full = _layer(request, "full")
+    kept = _layer(request, "none")
+    recomputed = _layer(request, "full")
+    first = 0
     for count in request.stages:
-        recomputed = sum(recomputes(recompute, layer) for layer in range(first, first + count))
-        yield _sum([full.scaled(recomputed), none.scaled(count - recomputed)])
+        recomputed_count = sum(recomputes(recompute, layer) for layer in range(first, first + count))
+        yield _sum([recomputed.scaled(recomputed_count), kept.scaled(count - recomputed_count)])
         first += count
 
 
-def _idle(request: StepRequest, host: Sequence[float], busy: Sequence[float]) -> tuple[float, float]:
+def _idle(request: StepRequest, host: Passes, busy: Passes) -> Passes:
     """Return the seconds that the GPU waits for Python in the forward and in the backward pass.
 
     A pass takes what the slower of the GPU and of the host that launches its kernels takes. On a CPU both are one.
     """
     core = request.cluster.gpu.core
     if core is not None:
-        return core.layer_seconds
-    return max(0.0, host[0] - busy[0]), max(0.0, host[1] - busy[1])
-
-
-def _end_idle(request: StepRequest, end: Passes) -> tuple[float, float]:
-    """Return the waits in the embeddings or the head, each of which takes a GPU's host as long as a layer."""
-    if request.cluster.gpu.core is not None:
-        return 0.0, 0.0  # among a micro-batch's fixed seconds
-    return _idle(request, request.execution.facts["host"], (end.forward, end.backward))
-
-
-def _layer(request: StepRequest, recompute: Recompute) -> _Stage:
-    """One decoder layer for one micro-batch, with its collectives, and what is recomputed of it."""
-    execution = request.execution
-    work = request.work
-    gpu = request.cluster.gpu
-    once = layer_seconds(gpu, request.shape, work, execution, request.trained)
-    forward_tensor, backward_tensor = _tensor(request)
-    reached = 1.0 if request.trained is None else request.trained.reached
-    once = replace(once, backward=reached * once.backward)
-    backward_tensor = reached * backward_tensor
-    again = 0.0
-    if recompute == "selective":
-        again = reached * attention_seconds(gpu, request.shape, work, execution).forward
-    elif recompute == "full":
-        again = once.forward
-    if request.layout.tiled_mlp:
-        again += reached * tiled_mlp_seconds(gpu, request.shape, work, execution, request.trained)
-    accumulated = _accumulation(request)
-    times = 2 if recompute == "full" else 1
-    tensor = forward_tensor * times + backward_tensor
-    context = context_seconds(request, attention_seconds(gpu, request.shape, work, execution))
-    context = replace(context, backward=reached * context.backward)
-    exchange = _exchange(request)
-    host_forward, host_backward = _host(request, has_exchange=exchange > 0)
-    host_backward *= reached
-    communication_forward = forward_tensor + context.forward + exchange
-    communication_backward = backward_tensor + context.backward + reached * exchange
-    busy_forward = once.forward + communication_forward
-    busy_backward = once.backward + again + communication_backward
-    if recompute == "full":
-        busy_backward += communication_forward
-        host_backward += host_forward
-    idle_forward, idle_backward = _idle(request, (host_forward, host_backward), (busy_forward, busy_backward))
-    if gpu.core is not None and recompute == "full":
-        idle_backward += idle_forward
-    return _Stage(
-        compute=once.forward + once.backward + accumulated,
-        recompute=again,
-        host=idle_forward + idle_backward,
-        tensor=tensor,
-        context=context.forward * times + context.backward,
-        expert=exchange * (times + reached),
-        backward=busy_backward + idle_backward + accumulated,
-        weight=reached * weight_gradient_seconds(gpu, request.shape, work, execution, request.trained) + accumulated,
+        forward, backward = core.layer_seconds
+        return Passes(forward=forward, backward=backward)
+    return Passes(
+        forward=max(0.0, host.forward - busy.forward),
+        backward=max(0.0, host.backward - busy.backward),
     )
 
 
-def _host(request: StepRequest, *, has_exchange: bool) -> tuple[float, float]:
-    """Return the seconds that the host takes to launch a layer's kernels and collectives, forward and backward."""
+def _end_idle(request: StepRequest, end: Passes) -> Passes:
+    """Return the waits in the embeddings or the head, each of which takes a GPU's host as long as a layer."""
+    if request.cluster.gpu.core is not None:
+        return Passes()  # among a micro-batch's fixed seconds
+    forward, backward = request.execution.facts["host"]
+    return _idle(request, Passes(forward=forward, backward=backward), busy=end)
+
+
+def _layer(request: StepRequest, recompute: Recompute) -> _Stage:
+    """One decoder layer for one micro-batch, with its collectives, and what is recomputed of it.
+
+    The backward pass counts for the share of the layers that it reaches where some weights are frozen.
+    """
+    reached = 1.0 if request.trained is None else request.trained.reached
+    forward_passes = 2 if recompute == "full" else 1
+    compute = _reaching(reached, _layer_compute(request))
+    recomputed = _recomputed_seconds(request, recompute, compute.forward, reached)
+    accumulated = _accumulation(request)
+    tensor = _reaching(reached, _tensor(request))
+    context = _reaching(reached, context_seconds(request, _attention(request)))
+    exchange = _exchange(request)
+    host = _reaching(reached, _host(request, has_exchange=exchange > 0))
+    communication = Passes(
+        forward=tensor.forward + context.forward + exchange,
+        backward=tensor.backward + context.backward + reached * exchange,
+    )
+    busy = Passes(
+        forward=compute.forward + communication.forward,
+        backward=compute.backward + recomputed + communication.backward,
+    )
+    if recompute == "full":
+        busy = replace(busy, backward=busy.backward + communication.forward)
+        host = replace(host, backward=host.backward + host.forward)
+    idle = _idle(request, host, busy)
+    if request.cluster.gpu.core is not None and recompute == "full":
+        idle = replace(idle, backward=idle.backward + idle.forward)
+    return _Stage(
+        compute=compute.forward + compute.backward + accumulated,
+        recompute=recomputed,
+        host=idle.forward + idle.backward,
+        tensor=tensor.forward * forward_passes + tensor.backward,
+        context=context.forward * forward_passes + context.backward,
+        expert=exchange * (forward_passes + reached),
+        backward=busy.backward + idle.backward + accumulated,
+        weight=reached * _weight_gradients(request) + accumulated,
+    )
+
+
+def _reaching(share: float, passes: Passes) -> Passes:
+    """Return the passes with a backward pass that reaches a share of the layers."""
+    return replace(passes, backward=share * passes.backward)
+
+
+def _layer_compute(request: StepRequest) -> Passes:
+    """Kernels of a layer that are no collectives, without recomputation."""
+    return layer_seconds(request.cluster.gpu, request.shape, request.work, request.execution, request.trained)
+
+
+def _attention(request: StepRequest) -> Passes:
+    """Kernels of a layer's attention between its projections."""
+    return attention_seconds(request.cluster.gpu, request.shape, request.work, request.execution)
+
+
+def _weight_gradients(request: StepRequest) -> float:
+    """Kernels of a layer's weight gradients that a schedule may leave for later."""
+    return weight_gradient_seconds(request.cluster.gpu, request.shape, request.work, request.execution, request.trained)
+
+
+def _recomputed_seconds(request: StepRequest, recompute: Recompute, forward: float, reached: float) -> float:
+    """Kernels that the backward pass runs again of a layer, whose forward pass takes `forward` seconds."""
+    seconds = 0.0
+    if recompute == "selective":
+        seconds = reached * _attention(request).forward
+    elif recompute == "full":
+        seconds = forward
+    if request.layout.tiled_mlp:
+        seconds += reached * tiled_mlp_seconds(
+            request.cluster.gpu, request.shape, request.work, request.execution, request.trained
+        )
+    return seconds
+
+
+def _host(request: StepRequest, *, has_exchange: bool) -> Passes:
+    """Return the seconds that the host takes to launch a layer's kernels and collectives."""
     calls = 0.0
     if request.layout.tp > 1:
         calls += 2 * COLLECTIVE_HOST_SECONDS
     if has_exchange:
         calls += 2 * COLLECTIVE_HOST_SECONDS
-    of_context = context_calls(request)
+    forward_context_calls, backward_context_calls = context_calls(request)
     adapters = 0 if request.trained is None else len(request.trained.adapters)
     facts = request.execution.facts
     forward, backward = facts["host"]
     forward_share, backward_share = HOST_SHARES
     routing_forward, routing_backward = facts["routing_host"]
-    experts = expert_share(request.shape)
-    return (
-        forward * (1 + forward_share * adapters)
+    with_experts = expert_share(request.shape)
+    return Passes(
+        forward=forward * (1 + forward_share * adapters)
         + calls
-        + of_context[0] * COLLECTIVE_HOST_SECONDS
-        + experts * routing_forward,
-        backward * (1 + backward_share * adapters)
+        + forward_context_calls * COLLECTIVE_HOST_SECONDS
+        + with_experts * routing_forward,
+        backward=backward * (1 + backward_share * adapters)
         + calls
-        + of_context[1] * COLLECTIVE_HOST_SECONDS
-        + experts * routing_backward,
+        + backward_context_calls * COLLECTIVE_HOST_SECONDS
+        + with_experts * routing_backward,
     )
 
 
 def _accumulation(request: StepRequest) -> float:
     """Adding a layer's weight gradients to those of the micro-batches before."""
-    routed = routed_parameters(request.shape)
-    trained = held_layer_parameters(request.shape) - routed if request.trained is None else request.trained.layer
-    weights = (trained + (routed / request.layout.ep if request.trained is None else 0.0)) / request.layout.tp
-    if request.setup.accumulation == 1 or (request.layout.zero_stage == 3 and request.layout.replicas > 1):
+    layout = request.layout
+    if request.setup.accumulation == 1 or (layout.zero_stage == 3 and layout.replicas > 1):
         return 0.0
-    return stream_seconds(request.cluster.gpu, request.execution.facts["accumulate"] * weights, 1)
+    if request.trained is None:
+        routed = routed_parameters(request.shape)
+        weights = held_layer_parameters(request.shape) - routed + routed / layout.ep
+    else:
+        weights = request.trained.layer
+    moved_bytes = request.execution.facts["accumulate"] * (weights / layout.tp)
+    return stream_seconds(request.cluster.gpu, moved_bytes, 1)
 
 
-def _tensor(request: StepRequest) -> tuple[float, float]:
-    """Seconds of a layer's collectives, forward and backward, on activations [T, h].
+def _tensor(request: StepRequest) -> Passes:
+    """Seconds of a layer's collectives on activations [T, h].
 
     Megatron's tensor parallelism has two all-reduces each way. Sequence parallelism has a gather and a scatter in the
     place of each, and gathers the inputs of both column layers once more backward for their weights' gradients
@@ -408,8 +464,8 @@ def _tensor(request: StepRequest) -> tuple[float, float]:
         exchange = collectives.all_to_all(cluster, ranks, per_head * widths) + 3 * cluster.collective_seconds
         forward += exchange
         backward += exchange
-    hidden = 1 - request.execution.facts["overlaps"]["tensor"]
-    return forward * hidden, backward * hidden
+    exposed = 1 - request.execution.facts["overlaps"]["tensor"]
+    return Passes(forward=forward * exposed, backward=backward * exposed)
 
 
 def _exchange(request: StepRequest) -> float:
@@ -435,20 +491,27 @@ def _exchange(request: StepRequest) -> float:
 
 
 def _merged(experts: ExpertShape, parts: int, execution: Execution) -> float:
-    """Parts of the experts that those of a token are in, as a share of the experts that it goes through."""
+    """Parts of the experts that those of a token are in, as a share of the experts that it goes through.
+
+    Drawn at random without repetition, the k experts of a token all miss one of `parts` equal parts with the product
+    of the chances that each of them does, one after the other.
+    """
     if execution.routing == "consecutive":
         return min(1.0, math.ceil(experts.per_token * parts / experts.count) / experts.per_token)
-    others = experts.count - experts.count // parts
-    none = 1.0
-    for taken in range(experts.per_token):
-        none *= max(0, others - taken) / (experts.count - taken)
-    return min(1.0, parts * (1 - none) / experts.per_token)
+    outside = experts.count - experts.count // parts
+    miss_probability = 1.0
+    for drawn in range(experts.per_token):
+        miss_probability *= max(0, outside - drawn) / (experts.count - drawn)
+    return min(1.0, parts * (1 - miss_probability) / experts.per_token)
 
 
 def _pipeline(request: StepRequest) -> float:
-    """Sending activations down and gradients up: each micro-batch, and each virtual stage, waits for both."""
+    """Sending activations down and gradients up: each micro-batch, and each virtual stage, waits for both.
+
+    In a schedule of the toolkit's own messages delay those who receive them, which is in the simulation.
+    """
     layout = request.layout
-    if layout.pp == 1:
+    if layout.pp == 1 or layout.schedule is not None:
         return 0.0
     send = _send_seconds(request)
     steady = 2 * send * request.setup.accumulation * request.execution.virtual_stages
