@@ -5,9 +5,10 @@ the states alone make too large is left out before: 4 bytes a parameter stay on 
 gradients take more), 2 with ZeRO-2, none with ZeRO-3.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from toolkit.config.layout import Batch, Layout, OffloadDevice, Recompute
 from toolkit.config.pipeline_schedules import SPLITTING, Kind
@@ -37,7 +38,20 @@ LEAST_MOMENTS: Mapping[OptimizerName, float] = {
 """Bytes a parameter of an optimizer's moments at least: of Muon's momentum, and of SGD without one."""
 _MASTER = 4.0
 """Bytes a parameter of the fp32 copy of weights that ZeRO updates. Without ZeRO the weights may be in fp32."""
-_OFFLOADS: tuple[tuple[OffloadDevice, OffloadDevice], ...] = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
+_WHOLE_STATES: Mapping[int, float] = {0: 8.0, 1: 4.0, 2: 2.0, 3: 0.0}
+"""Bytes a parameter of weights and gradients that each rank of a ZeRO stage keeps whole, at least."""
+_FEWEST_ESTIMATES = 400
+"""Layouts whose memory is estimated, at least, where the ones that need least are asked for."""
+
+
+class _Offload(NamedTuple):
+    """Devices that keep the optimizer states and the parameters."""
+
+    optimizer: OffloadDevice
+    params: OffloadDevice
+
+
+_OFFLOADS = (_Offload("none", "none"), _Offload("cpu", "none"), _Offload("cpu", "cpu"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,28 +71,54 @@ class Candidate:
     step: StepTime
 
 
+@dataclass(frozen=True, kw_only=True)
+class _RankSplit:
+    """What the ranks of a layout share out, besides the samples of its replicas."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ulysses: int = 1
+    ep: int = 1
+
+
 def layouts(request: PlanRequest) -> Iterator[Layout]:
     """Every layout of the request's GPUs that training accepts and whose replicas share the batch equally."""
+    fixed = {name: value for name, value in request.fixed.items() if name != "micro_batch_size"}
+    for split in _rank_splits(request):
+        for layout in _variants(request, split):
+            if all(getattr(layout, name) == value for name, value in fixed.items()):
+                yield layout
+
+
+def _rank_splits(request: PlanRequest) -> Iterator[_RankSplit]:
+    """Every split of the request's GPUs whose replicas share the batch equally; those with Ulysses come last."""
     shape = request.model.shape
     gpus = request.gpus
-    widest = min(gpus, request.cluster.gpus_per_node)
+    for model in _model_splits(request, gpus):
+        dp = gpus // (model.tp * model.pp * model.cp)
+        if request.global_batch_size % dp:
+            continue
+        for ep in expert_parallel_sizes(shape, tp=model.tp):
+            if dp * model.cp % ep == 0:
+                yield replace(model, ep=ep)
+    for ulysses in divisors(min(gpus, shape.heads)):
+        is_whole = gpus % ulysses == 0 and not list(misfits(shape, ulysses=ulysses))
+        if ulysses > 1 and is_whole and request.global_batch_size % (gpus // ulysses) == 0:
+            yield _RankSplit(ulysses=ulysses)
+
+
+def _model_splits(request: PlanRequest, gpus: int) -> Iterator[_RankSplit]:
+    """Every combination of tensor-parallel ranks, stages and context-parallel ranks that so many GPUs allow."""
+    shape = request.model.shape
     for tp in tensor_parallel_sizes(shape):
-        if tp > widest or gpus % tp:
+        if tp > request.cluster.gpus_per_node or gpus % tp:
             continue
         for pp in divisors(gpus // tp):
             if pp > shape.layers:
                 continue
             for cp in context_parallel_sizes(request, gpus // tp // pp):
-                dp = gpus // tp // pp // cp
-                if request.global_batch_size % dp:
-                    continue
-                for ep in expert_parallel_sizes(shape, tp=tp):
-                    if dp * cp % ep == 0:
-                        yield from _with_fixed_values(request, _variants(request, tp=tp, pp=pp, cp=cp, ep=ep))
-    for ulysses in divisors(min(gpus, shape.heads)):
-        is_whole = gpus % ulysses == 0 and not list(misfits(shape, ulysses=ulysses))
-        if ulysses > 1 and is_whole and request.global_batch_size % (gpus // ulysses) == 0:
-            yield from _with_fixed_values(request, _variants(request, ulysses=ulysses))
+                yield _RankSplit(tp=tp, pp=pp, cp=cp)
 
 
 def context_parallel_sizes(request: PlanRequest, ranks: int) -> list[int]:
@@ -93,77 +133,79 @@ def context_parallel_sizes(request: PlanRequest, ranks: int) -> list[int]:
     return [cp for cp in divisors(ranks, most) if cp == 1 or request.seq_len % (2 * cp) == 0]
 
 
-def _with_fixed_values(request: PlanRequest, variants: Iterator[Layout]) -> Iterator[Layout]:
-    """Yield the layouts that have the values which the request fixes."""
-    fixed = [(name, value) for name, value in request.fixed.items() if name != "micro_batch_size"]
-    return (layout for layout in variants if all(getattr(layout, name) == value for name, value in fixed))
-
-
-def _variants(
-    request: PlanRequest, *, tp: int = 1, pp: int = 1, cp: int = 1, ulysses: int = 1, ep: int = 1
-) -> Iterator[Layout]:
-    """Stages of ZeRO, offload, recomputation and sequence parallelism. ZeRO-0 keeps fp32 weights: never better."""
+def _variants(request: PlanRequest, split: _RankSplit) -> Iterator[Layout]:
+    """Yield the layouts of a split: stages of ZeRO, offload, sequence parallelism, recomputation and schedules."""
     cp_ulysses = request.fixed.get("cp_ulysses", 1)
     experts = request.fixed.get("experts", "whole")
-    if cp % cp_ulysses or (experts == "inner" and (tp == 1 or ep > 1)):
+    if split.cp % cp_ulysses or (experts == "inner" and (split.tp == 1 or split.ep > 1)):
         return
-    dp = request.gpus // (tp * pp * cp * ulysses)
-    recomputations: tuple[Recompute, ...] = ("none", "full")
-    if "recompute" in request.fixed:
-        recomputations = (request.fixed["recompute"],)
-    elif request.kernel == "eager":
-        recomputations = ("none", "selective", "full")
-    stages: tuple[int, ...] = (1, 2, 3)
-    if request.fixed.get("zero_stage") == 0:
-        stages = (0,)
-    elif pp > 1:
-        stages = (1,)
-    fixes_both_offloads = {"offload_optimizer", "offload_params"} <= request.fixed.keys()
-    least_offloading_stage = 1 if request.fixed.get("zero_stage") == 1 else 2
-    sequence_parallel_choices = (True, False) if tp > 1 else (False,)
-    for stage in stages:
-        for optimizer, params in _offloads(request):
-            if optimizer == "cpu" and (pp > 1 or stage < least_offloading_stage):
-                continue
-            if params == "cpu" and stage < 3:
-                continue
-            # Where parameters are sharded, a strategy offloads both.
-            if stage == 3 and optimizer != params and not fixes_both_offloads:
-                continue
-            for sequence_parallel in sequence_parallel_choices:
-                first = Layout(
-                    dp=dp,
-                    ep=ep,
-                    cp=cp,
+    for stage in _zero_stages(request, pp=split.pp):
+        for offload in _offloads(request, stage=stage, pp=split.pp):
+            for sequence_parallel in (True, False) if split.tp > 1 else (False,):
+                without_recompute = Layout(
+                    dp=request.gpus // (split.tp * split.pp * split.cp * split.ulysses),
+                    ep=split.ep,
+                    cp=split.cp,
                     cp_ulysses=cp_ulysses,
-                    tp=tp,
-                    pp=pp,
-                    ulysses=ulysses,
+                    tp=split.tp,
+                    pp=split.pp,
+                    ulysses=split.ulysses,
                     zero_stage=stage,
                     sequence_parallel=sequence_parallel,
                     experts=experts,
-                    offload_optimizer=optimizer,
-                    offload_params=params,
+                    offload_optimizer=offload.optimizer,
+                    offload_params=offload.params,
                     offload_activations=request.fixed.get("offload_activations", False),
                     tiled_mlp=request.fixed.get("tiled_mlp", False),
                 )
-                if request.refusal(first) is not None:
+                if request.refusal(without_recompute) is not None:
                     continue
-                for recompute in recomputations:
-                    layout = replace(first, recompute=recompute)
+                for recompute in _recomputations(request):
+                    layout = replace(without_recompute, recompute=recompute)
                     if recompute != "selective" or not request.impossible(layout):
                         yield from scheduled(request, layout)
 
 
-def _offloads(request: PlanRequest) -> tuple[tuple[OffloadDevice, OffloadDevice], ...]:
-    """Return the devices of optimizer states and of parameters that are tried."""
+def _recomputations(request: PlanRequest) -> tuple[Recompute, ...]:
+    """Return what is tried of recomputation: that of attention alone where attention keeps its scores."""
+    if "recompute" in request.fixed:
+        return (request.fixed["recompute"],)
+    if request.kernel == "eager":
+        return ("none", "selective", "full")
+    return ("none", "full")
+
+
+def _zero_stages(request: PlanRequest, *, pp: int) -> tuple[int, ...]:
+    """Return the stages of ZeRO that are tried. ZeRO-0 keeps fp32 weights: never better."""
+    if request.fixed.get("zero_stage") == 0:
+        return (0,)
+    return (1,) if pp > 1 else (1, 2, 3)
+
+
+def _offloads(request: PlanRequest, *, stage: int, pp: int) -> Iterator[_Offload]:
+    """Yield the devices of optimizer states and of parameters that are tried with a ZeRO stage."""
+    least_stage = 1 if request.fixed.get("zero_stage") == 1 else 2
+    fixes_both = {"offload_optimizer", "offload_params"} <= request.fixed.keys()
+    for offload in _offloads_of_any_stage(request):
+        if offload.optimizer == "cpu" and (pp > 1 or stage < least_stage):
+            continue
+        if offload.params == "cpu" and stage < 3:
+            continue
+        # Where parameters are sharded, a strategy offloads both.
+        if stage == 3 and offload.optimizer != offload.params and not fixes_both:
+            continue
+        yield offload
+
+
+def _offloads_of_any_stage(request: PlanRequest) -> tuple[_Offload, ...]:
+    """Return the devices that the request allows."""
     optimizer = request.fixed.get("offload_optimizer")
     params = request.fixed.get("offload_params")
     if optimizer is not None and params is not None:
-        return ((optimizer, params),)
+        return (_Offload(optimizer, params),)
     if "cpu" in (optimizer, params) or (request.offloads and not request.cluster.cores):
         return _OFFLOADS
-    return _OFFLOADS[:1]
+    return (_Offload("none", "none"),)
 
 
 def scheduled(request: PlanRequest, layout: Layout) -> Iterator[Layout]:
@@ -212,8 +254,8 @@ def batches(request: PlanRequest, layout: Layout) -> list[Batch]:
     fixed_size = request.fixed.get("micro_batch_size")
     if total % layout.dp:
         reason = f"{layout.dp} replicas cannot share it equally"
-        per = total // layout.dp * layout.dp or layout.dp
-        raise BatchError.of("--global-batch", total, reason, ("--global-batch", per))
+        nearest = total // layout.dp * layout.dp or layout.dp
+        raise BatchError.of("--global-batch", total, reason, ("--global-batch", nearest))
     samples = total // layout.dp
     sizes = divisors(samples, LARGEST_MICRO_BATCH)
     if fixed_size is not None:
@@ -253,35 +295,36 @@ def search(request: PlanRequest, *, goal: Goal = "speed", top: int = 10) -> Sear
     if goal == "memory":
         return SearchResult(plans=_smallest(request, predicted, top), candidates=len(predicted))
     plans: list[Plan] = []
-    seen: set[Layout] = set()
-    too_large: dict[Layout, int] = {}
+    chosen: set[Layout] = set()
+    too_large: dict[Layout, int] = {}  # the least micro-batch of a layout that does not fit: more never needs less
     errors: list[ModelError] = []
     for candidate in sorted(predicted, key=lambda candidate: candidate.step.seconds):
         layout = candidate.layout
         size = candidate.batch.micro_batch_size
-        # More samples never need less.
-        if layout in seen or size >= too_large.get(layout, size + 1) or least_bytes(request, layout) > _room(request):
+        if layout in chosen or size >= too_large.get(layout, math.inf) or not _may_fit(request, layout):
             continue
         plan = _estimated(request, candidate, errors)
         if plan is None:
             too_large[layout] = 1
-            continue
-        if not plan.fits:
+        elif not plan.fits:
             # Most layouts that do not fit do not with one sample either: then no other size is tried.
-            one_fits = layout in too_large
-            if not one_fits:
-                one_sample = replace(candidate.batch, micro_batch_size=1)
-                plan_of_one = _estimated(request, replace(candidate, batch=one_sample), errors)
-                one_fits = plan_of_one is not None and plan_of_one.fits
-            too_large[layout] = size if one_fits else 1
-            continue
-        seen.add(layout)
-        plans.append(plan)
-        if len(plans) == top:
-            break
+            fits_with_one = layout in too_large or _fits_with_one_sample(request, candidate, errors)
+            too_large[layout] = size if fits_with_one else 1
+        else:
+            chosen.add(layout)
+            plans.append(plan)
+            if len(plans) == top:
+                break
     if errors and not plans:
         raise errors[0]
     return SearchResult(plans=plans, candidates=len(predicted))
+
+
+def _fits_with_one_sample(request: PlanRequest, candidate: Candidate, errors: list[ModelError]) -> bool:
+    """Return whether a candidate's layout fits with the smallest micro-batch."""
+    batch = replace(candidate.batch, micro_batch_size=1)
+    plan = _estimated(request, replace(candidate, batch=batch), errors)
+    return plan is not None and plan.fits
 
 
 def _estimated(request: PlanRequest, candidate: Candidate, errors: list[ModelError]) -> Plan | None:
@@ -306,9 +349,7 @@ def evaluated(request: PlanRequest, *, goal: Goal = "speed") -> SearchResult:
         predicted = candidates(part)
         count += len(predicted)
         for candidate in predicted:
-            if least_bytes(part, candidate.layout) > _room(part):
-                continue
-            plan = _estimated(part, candidate, errors)
+            plan = _estimated(part, candidate, errors) if _may_fit(part, candidate.layout) else None
             if plan is not None:
                 plans.append(plan)
     if errors and not plans:
@@ -357,7 +398,7 @@ def _smallest(request: PlanRequest, predicted: list[Candidate], top: int) -> lis
     in_order = sorted(smallest.values(), key=lambda candidate: least_bytes(request, candidate.layout))
     plans: list[Plan] = []
     errors: list[ModelError] = []
-    for candidate in in_order[: max(top, 400)]:
+    for candidate in in_order[: max(top, _FEWEST_ESTIMATES)]:
         plan = _estimated(request, candidate, errors)
         if plan is not None:
             plans.append(plan)
@@ -374,83 +415,82 @@ def least_bytes(request: PlanRequest, layout: Layout) -> float:
     engine = "deepspeed" if request.base is None else request.base.train.engine
     if request.execution.framework != "toolkit" or engine != "deepspeed":
         return 0.0
-    numel = request.model.parameters.numel / (layout.tp * layout.pp)
-    routed = request.model.shape.layers * routed_parameters(request.model.shape) / (layout.tp * layout.pp)
-    held = numel - routed * (1 - 1 / layout.ep)
+    model_shards = layout.tp * layout.pp
+    parameters = request.model.parameters.numel / model_shards
+    routed = request.model.shape.layers * routed_parameters(request.model.shape) / model_shards
+    held = parameters - routed * (1 - 1 / layout.ep)
     if request.trained is not None:  # of what does not train a rank has weights alone, and maybe in 4 bits
         return held / 2 if layout.zero_stage < 3 else 0.0
-    whole = {1: 4.0, 2: 2.0, 3: 0.0}.get(layout.zero_stage, 8.0)
+    whole_bytes = held * _WHOLE_STATES[layout.zero_stage]
     if layout.offload_optimizer != "none":
-        return held * whole
-    shared = LEAST_MOMENTS[request.optimizer]
+        return whole_bytes
+    sharded_states = LEAST_MOMENTS[request.optimizer]
     if layout.zero_stage > 0:
-        shared += _MASTER
-    return held * whole + numel * shared / layout.zero_shards
+        sharded_states += _MASTER
+    return whole_bytes + parameters * sharded_states / layout.zero_shards
 
 
-def _room(request: PlanRequest) -> int:
-    return request.gpu.memory_bytes
+def _may_fit(request: PlanRequest, layout: Layout) -> bool:
+    """Return whether the states alone do not make a layout too large."""
+    return least_bytes(request, layout) <= request.gpu.memory_bytes
 
 
 def nearest_that_fits(request: PlanRequest) -> list[str]:
     """Sentences: which change of GPUs or of the sequence would make a layout fit."""
+    sentences = []
+    for gpus in (request.gpus * 2**power for power in range(1, 6)):
+        plan = _first_that_fits(replace(request, gpus=gpus))
+        if plan is not None:
+            sentences.append(f"{gpus} GPUs: {plan.strategy}")
+            break
+    for seq_len in (request.seq_len // 2**power for power in range(1, 6) if request.seq_len % 2**power == 0):
+        plan = _first_that_fits(replace(request, setup=replace(request.setup, seq_len=seq_len)))
+        if plan is not None:
+            sentences.append(f"--seq {seq_len}: {plan.strategy}")
+            break
+    return sentences
 
-    def fits(changed: PlanRequest) -> Plan | None:
-        try:
-            plans = search(changed, top=1).plans
-        except ToolkitError:
-            return None
-        return plans[0] if plans else None
 
-    def first(values: list[int], change: Callable[[int], PlanRequest], words: str) -> Iterator[str]:
-        for value in values:
-            plan = fits(change(value))
-            if plan is not None:
-                yield f"{words.format(value)}: {plan.strategy}"
-                return
-
-    more = [request.gpus * 2**power for power in range(1, 6)]
-    shorter = [request.seq_len // 2**power for power in range(1, 6) if request.seq_len % 2**power == 0]
-    return [
-        *first(more, lambda gpus: replace(request, gpus=gpus), "{} GPUs"),
-        *first(shorter, lambda length: replace(request, setup=replace(request.setup, seq_len=length)), "--seq {}"),
-    ]
+def _first_that_fits(request: PlanRequest) -> Plan | None:
+    """Return the fastest plan of a request; None where no layout exists or fits."""
+    try:
+        plans = search(request, top=1).plans
+    except ToolkitError:
+        return None
+    return plans[0] if plans else None
 
 
 def _no_layout(request: PlanRequest) -> LayoutError | BatchError:
-    """No layout at all: the batch is no multiple of any possible number of replicas."""
+    """Return the error of a request without any layout: the batch is no multiple of any possible dp."""
     gpus = request.gpus
     batch = request.global_batch_size
     possible = _replicas(request, gpus)
-    near = (other for step in range(1, gpus) for other in (gpus - step, gpus + step))
-    fitting = (n for n in near if any(batch % replicas == 0 for replicas in _replicas(request, n)))
     if not possible:
         cp = request.fixed["cp"]
-        settings = (("--gpus", gpus), ("cp", cp))
-        return LayoutError.between(
-            settings, "the ranks of a sequence do not divide them", ("--gpus", next(fitting, cp))
-        )
+        reason = "the ranks of a sequence do not divide them"
+        remedy = ("--gpus", next(_nearest_gpus(request), cp))
+        return LayoutError.between((("--gpus", gpus), ("cp", cp)), reason, remedy)
     fewest = min(possible)
     if fewest == gpus > 1:
-        other = next(fitting)
         reason = f"neither tensor ranks nor stages of {request.name} divide them, and {batch} samples do not either"
         multiple = -(-batch // gpus) * gpus
-        return LayoutError.of("--gpus", gpus, reason, ("--gpus", other), ("--global-batch", multiple))
+        other_gpus = ("--gpus", next(_nearest_gpus(request)))
+        return LayoutError.of("--gpus", gpus, reason, other_gpus, ("--global-batch", multiple))
     lower = batch // fewest * fewest
     near_batch = f"{lower} or {lower + fewest}" if lower else str(fewest)
     reason = f"no layout splits it: {gpus} GPUs make {fewest} replicas or a multiple of that"
     return BatchError.of("--global-batch", batch, reason, ("--global-batch", near_batch))
 
 
+def _nearest_gpus(request: PlanRequest) -> Iterator[int]:
+    """Yield the numbers of GPUs that have a layout for the batch, the nearest to the request's first."""
+    batch = request.global_batch_size
+    for distance in range(1, request.gpus):
+        for gpus in (request.gpus - distance, request.gpus + distance):
+            if any(batch % replicas == 0 for replicas in _replicas(request, gpus)):
+                yield gpus
+
+
 def _replicas(request: PlanRequest, gpus: int) -> set[int]:
     """Every dp of layouts with tensor ranks, stages and context-parallel ranks."""
-    shape = request.model.shape
-    widest = request.cluster.gpus_per_node
-    sizes = [size for size in tensor_parallel_sizes(shape) if size <= widest and gpus % size == 0]
-    return {
-        gpus // tp // pp // cp
-        for tp in sizes
-        for pp in divisors(gpus // tp)
-        if pp <= shape.layers
-        for cp in context_parallel_sizes(request, gpus // tp // pp)
-    }
+    return {gpus // (split.tp * split.pp * split.cp) for split in _model_splits(request, gpus)}
