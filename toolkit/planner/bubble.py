@@ -42,22 +42,27 @@ def _simulated(stages: tuple[float, ...], forward_share: float, micro_batches: i
 def waiting_seconds(schedule: Schedule, costs: ScheduleCosts) -> float:
     """Seconds of a step in which the busiest rank waits, for other ranks and for messages."""
     busiest = max(_busy(schedule, costs))
-    relative = tuple(
-        tuple(round(seconds / busiest, _SCHEDULE_DIGITS) for seconds in passes)
-        for passes in (costs.forward, costs.backward, costs.weight, costs.transfer)
+    relative_costs = ScheduleCosts(
+        forward=_relative(costs.forward, busiest),
+        backward=_relative(costs.backward, busiest),
+        weight=_relative(costs.weight, busiest),
+        transfer=_relative(costs.transfer, busiest),
     )
-    return busiest * _relative_waiting(schedule.shortened(), relative)
+    return busiest * _simulated_waiting(schedule.shortened(), relative_costs)
 
 
 _SCHEDULE_DIGITS = 3
 """Digits of the times of passes, relative to the busiest rank, with which other schedules are simulated."""
 
 
+def _relative(seconds: Sequence[float], busiest: float) -> tuple[float, ...]:
+    """Return times in units of the busiest rank's, rounded so that many layouts share one simulation."""
+    return tuple(round(time / busiest, _SCHEDULE_DIGITS) for time in seconds)
+
+
 @lru_cache(maxsize=4096)
-def _relative_waiting(schedule: Schedule, relative: tuple[tuple[float, ...], ...]) -> float:
-    """Simulate the wait of the busiest rank, in units of its time for one micro-batch."""
-    forward, backward, weight, transfer = relative
-    costs = ScheduleCosts(forward=forward, backward=backward, weight=weight, transfer=transfer)
+def _simulated_waiting(schedule: Schedule, costs: ScheduleCosts) -> float:
+    """Simulate the wait of the busiest rank; the costs are tuples, by which results are cached."""
     return simulate(schedule, costs).makespan - schedule.micro_batches * max(_busy(schedule, costs))
 
 
