@@ -9,7 +9,8 @@ from toolkit.calibrate.layers import Layer, _Beyond, _line
 from toolkit.hardware import CoreRates, Gpu, gpu
 from toolkit.models.shape import ModelShape
 from toolkit.planner.execution import Execution
-from toolkit.planner.layer_time import Passes, RankWork, head_seconds, layer_seconds
+from toolkit.planner.layer_time import RankWork, head_seconds, layer_seconds
+from toolkit.planner.passes import Passes
 
 LAYER = Layer(hidden=128, vocab=512, small=(1, 8), large=(2, 64))
 PRODUCTS = ((64, 64, 64, 5e9), (256, 256, 256, 2e10))

@@ -12,7 +12,8 @@ from toolkit.hardware import Gpu
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.loss import token_loss_sum
 from toolkit.planner.execution import Execution
-from toolkit.planner.layer_time import Passes, RankWork, head_seconds, layer_seconds
+from toolkit.planner.layer_time import RankWork, head_seconds, layer_seconds
+from toolkit.planner.passes import Passes
 
 _RUN = Execution(precision="fp32")
 _INFINITE = (1e300, 1e300)

@@ -16,16 +16,16 @@ Known error: a rank with several documents in a sample sees less than a whole se
 from toolkit.config.context_exchange import gathered_bytes
 from toolkit.planner import collectives
 from toolkit.planner.kernels import stream_seconds
-from toolkit.planner.layer_time import Passes
+from toolkit.planner.passes import Passes, PassPair
 from toolkit.planner.step_request import StepRequest
 
 DOCUMENT_IMBALANCE = 1.05
 """Attention of the slowest rank over the mean, at most, where documents do not see each other: what
 tests/parallel/test_context_attention.py holds. Causal work of zigzag chunks is the same on each rank."""
-_COPIES = (2, 11)
+_COPIED_BYTES = PassPair(2, 11)
 """Bytes moved for each byte that is gathered in 16 bits: put in the order of the sequence forward; backward that again,
 gradients in fp32 made and converted, and put in the order of ranks."""
-_MERGED = (34, 10)
+_MERGED_BYTES = PassPair(34, 10)
 """Bytes moved for an element of a block's output: two products and a sum in fp32 forward; backward the sum alone."""
 
 
@@ -36,30 +36,23 @@ def context_seconds(request: StepRequest, attention: Passes) -> Passes:
         return Passes()
     u = layout.cp_ulysses
     c = layout.cp // u
-    shape = request.shape
     cluster = request.cluster
     itemsize = request.execution.activation_bytes
     tokens = request.setup.micro_batch_size * request.setup.seq_len
-    whole = gathered_bytes(shape, tp=u * layout.tp, tokens=tokens, itemsize=itemsize)
+    whole = gathered_bytes(request.shape, tp=u * layout.tp, tokens=tokens, itemsize=itemsize)
     ranks = collectives.group(cluster, size=c, stride=u * layout.tp)
-    heads = Passes()
-    if u > 1:
-        inside = collectives.group(cluster, size=u, stride=layout.tp)
-        widths = 2 * (shape.attention_dim + shape.kv_dim) / layout.tp
-        sent = collectives.all_to_all(cluster, inside, request.work.tokens * widths * itemsize)
-        sent += 3 * cluster.collective_seconds
-        heads = Passes(forward=sent, backward=sent)
     is_ring = request.setup.exchange(itemsize) == "ring"
     merging = _merging(request, whole, blocks=(2 * c + 1) / 2 if is_ring else 2)
     uneven = DOCUMENT_IMBALANCE - 1 if request.setup.computation.documents else 0.0
-    added = heads + merging + uneven * attention
+    added = _heads_exchange(request) + merging + uneven * attention
     if c == 1:
         return added
     if is_ring:
         return added + _exposed(request, ranks, whole / c, attention + merging)
-    copies = [stream_seconds(cluster.gpu, moved * whole * itemsize / 2, 6) for moved in _COPIES]
     gathered = collectives.all_gather(cluster, ranks, whole, messages=2)
-    return added + Passes(forward=gathered + copies[0], backward=2 * gathered + copies[1])
+    forward_copies = stream_seconds(cluster.gpu, _COPIED_BYTES.forward * whole * itemsize / 2, 6)
+    backward_copies = stream_seconds(cluster.gpu, _COPIED_BYTES.backward * whole * itemsize / 2, 6)
+    return added + Passes(forward=gathered + forward_copies, backward=2 * gathered + backward_copies)
 
 
 def context_calls(request: StepRequest) -> tuple[int, int]:
@@ -77,6 +70,19 @@ def context_calls(request: StepRequest) -> tuple[int, int]:
     return calls + 2, calls + 4
 
 
+def _heads_exchange(request: StepRequest) -> Passes:
+    """Seconds in which the ranks of Ulysses exchange the heads of queries, keys, values and outputs."""
+    layout = request.layout
+    cluster = request.cluster
+    if layout.cp_ulysses == 1:
+        return Passes()
+    ranks = collectives.group(cluster, size=layout.cp_ulysses, stride=layout.tp)
+    widths = 2 * (request.shape.attention_dim + request.shape.kv_dim) / layout.tp
+    size = request.work.tokens * widths * request.execution.activation_bytes
+    seconds = collectives.all_to_all(cluster, ranks, size) + 3 * cluster.collective_seconds
+    return Passes(forward=seconds, backward=seconds)
+
+
 def _merging(request: StepRequest, whole: float, blocks: float) -> Passes:
     """Seconds to merge the blocks of each query, and backward to sum gradients of queries, keys and values.
 
@@ -89,8 +95,8 @@ def _merging(request: StepRequest, whole: float, blocks: float) -> Passes:
     itemsize = request.execution.activation_bytes
     outputs = request.work.tokens * request.shape.attention_dim / layout.tp
     keys = (2 * c + 1) / (2 * c) * whole / itemsize
-    forward = stream_seconds(gpu, blocks * outputs * _MERGED[0], 6)
-    backward = stream_seconds(gpu, (blocks * outputs + keys) * _MERGED[1], 6)
+    forward = stream_seconds(gpu, blocks * outputs * _MERGED_BYTES.forward, 6)
+    backward = stream_seconds(gpu, (blocks * outputs + keys) * _MERGED_BYTES.backward, 6)
     return Passes(forward=forward, backward=backward)
 
 

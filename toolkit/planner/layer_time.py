@@ -10,30 +10,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from toolkit.hardware import Gpu, MatmulPrecision
 from toolkit.models.experts import ExpertShape
 from toolkit.models.shape import ModelShape
 from toolkit.planner.execution import QUANTIZED, Execution
 from toolkit.planner.kernels import fraction, matmul_seconds, stream_seconds
+from toolkit.planner.passes import BACKWARD, FORWARD, Passes, PassPair
 from toolkit.planner.trained import Trained
 
 COMPILED_SHARE = 0.5
 """Share of the element-wise traffic that is left where torch.compile fuses chains of kernels: each reads and writes
 once."""
 
-
-class PassPair(NamedTuple):
-    """A figure of the forward pass, and the same figure of the backward pass."""
-
-    forward: float
-    backward: float
-
-
-FORWARD = 0
-BACKWARD = 1
-"""Places of the two passes in a pair of figures."""
 _NOTHING = PassPair(0, 0)
 _FLASH_PEAK_SHARES = {
     "flash1": PassPair(0.33, 0.28),
@@ -83,20 +73,6 @@ _ROUTING_KERNELS = PassPair(16, 20)
 """Kernels of a layer's routing."""
 _ELEMENTWISE_KERNELS = PassPair(10, 14)
 """Element-wise kernels of a layer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Passes:
-    """Seconds of the forward and of the backward pass."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-
-    def __add__(self, other: "Passes") -> "Passes":
-        return Passes(forward=self.forward + other.forward, backward=self.backward + other.backward)
-
-    def __rmul__(self, share: float) -> "Passes":
-        return Passes(forward=share * self.forward, backward=share * self.backward)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +139,7 @@ def layer_seconds(
     seconds = projections + mlp + attention + _elementwise_seconds(gpu, shape, work, execution)
     if trained is None:
         return seconds
-    forward, backward = trained.adapter_seconds(gpu, work.tokens, work.tp, execution.activation_bytes)
-    return seconds + Passes(forward=forward, backward=backward)
+    return seconds + trained.adapter_seconds(gpu, work.tokens, work.tp, execution.activation_bytes)
 
 
 @lru_cache(maxsize=65536)

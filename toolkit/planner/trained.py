@@ -7,6 +7,7 @@ An adapter of rank r beside a layer [o, i] adds (B (A x)) s to its output. Its p
 are bound by memory, as are scaling and addition, which peft runs as kernels of their own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -16,18 +17,19 @@ from toolkit.hardware import Gpu
 from toolkit.models.shape import ModelShape
 from toolkit.models.weights import head_matmul_parameters, layer_matmul_parameters
 from toolkit.planner.kernels import stream_seconds
+from toolkit.planner.passes import BACKWARD, FORWARD, Passes, PassPair
 
 _A = ".lora_A."
 _B = ".lora_B."
-_INPUTS, _OUTPUTS = (1, 5), (6, 4)
-"""Reads and writes of an adapter's inputs and outputs by its kernels, forward and backward. Forward: A reads x; B
-writes; scaling and addition read three and write two. Backward: scaling reads and writes the gradient, dB and the
-gradient of B's input read it; dA reads x, the gradient of x is written, and added to that of the layer."""
-_DROPOUT = (8, 4)
-"""Reads and writes of an adapter's inputs by its dropout, forward and backward: random numbers in fp32, the mask, two
-products."""
-_KERNELS = (4, 7)
-"""Kernels of an adapter, forward and backward."""
+_INPUT_MOVES = PassPair(1, 5)
+_OUTPUT_MOVES = PassPair(6, 4)
+"""Reads and writes of an adapter's inputs and outputs by its kernels. Forward: A reads x; B writes; scaling and adding
+read three and write two. Backward: scaling reads and writes the gradient, dB and the gradient of B's input read it; dA
+reads x, the gradient of x is written, and added to that of the layer."""
+_DROPOUT_MOVES = PassPair(8, 4)
+"""Reads and writes of an adapter's inputs by its dropout: random numbers in fp32, the mask, two products."""
+_KERNELS = PassPair(4, 7)
+"""Kernels of an adapter."""
 HOST_SHARES = (0.20, 0.13)
 """Host time of an adapter as shares of a layer's, forward and backward: peft beside the seven linear layers of a Llama,
 in layers so small that a CPU takes no time for their numbers."""
@@ -55,19 +57,23 @@ class Trained:
     @classmethod
     def of(cls, model: ModelParameters, *, dropout: bool) -> Self:
         """Read which parameters of a model train."""
-        kinds = [model.kinds[kind] for kind in model.pattern]
-        front = any(p.trainable for p in model.outside if p.first)
-        below = 0 if front else next((i for i, kind in enumerate(kinds) if any(p.trainable for p in kind)), len(kinds))
-        matrices = [p for kind in kinds[below:] for p in kind if p.is_linear and _A not in p.name and _B not in p.name]
-        by_name = {p.name: p for p in kinds[-1]}
+        layers = [model.kinds[kind] for kind in model.pattern]
+        has_embeddings = any(parameter.trainable for parameter in model.outside if parameter.first)
+        first_reached = 0 if has_embeddings else _first_trained(layers)
+        linear = [
+            parameter
+            for layer in layers[first_reached:]
+            for parameter in layer
+            if parameter.is_linear and _A not in parameter.name and _B not in parameter.name
+        ]
         return cls(
-            layer=sum(p.numel for kind in kinds for p in kind if p.trainable) / len(kinds),
-            outside=sum(p.numel for p in model.outside if p.trainable),
-            share=sum(p.numel for p in matrices if p.trainable) / max(1, sum(p.numel for p in matrices)),
-            reached=1 - below / len(kinds),
-            has_embeddings=front,
-            has_head=any(p.trainable for p in model.outside if p.is_head),
-            adapters=tuple((p, by_name[name.replace(_A, _B)]) for name, p in by_name.items() if _A in name),
+            layer=sum(map(_trained_weights, layers)) / len(layers),
+            outside=_trained_weights(model.outside),
+            share=_trained_weights(linear) / max(1, sum(parameter.numel for parameter in linear)),
+            reached=1 - first_reached / len(layers),
+            has_embeddings=has_embeddings,
+            has_head=any(parameter.trainable for parameter in model.outside if parameter.is_head),
+            adapters=_adapters(layers[-1]),
             dropout=dropout,
         )
 
@@ -96,23 +102,42 @@ class Trained:
         backward = self.reached * (2 * weights * (1 + self.share) + 2 * attention) + 2 * head * (1 + self.has_head)
         return forward + backward + 6 * adapters
 
-    def adapter_seconds(self, gpu: Gpu, tokens: int, tp: int, activation_bytes: int) -> tuple[float, float]:
-        """Return the seconds of a layer's adapters, forward and backward; tp shards their inputs or outputs."""
-        forward = backward = 0.0
+    def adapter_seconds(self, gpu: Gpu, tokens: int, tp: int, activation_bytes: int) -> Passes:
+        """Return the seconds of a layer's adapters; tp shards their inputs or outputs."""
+        seconds = Passes()
         for a, b in self.adapters:
             rank = a.shape[0]
             inputs = sum(a.local_numels(tp)) // rank
             outputs = sum(b.local_numels(tp)) // rank
-            passes = [
-                stream_seconds(
-                    gpu,
-                    tokens
-                    * activation_bytes
-                    * ((_INPUTS[way] + _DROPOUT[way] * self.dropout) * inputs + _OUTPUTS[way] * outputs),
-                    _KERNELS[way],
-                )
-                for way in (0, 1)
-            ]
-            forward += passes[0]
-            backward += passes[1]
-        return forward, backward
+            forward_bytes = tokens * activation_bytes * self._moves(inputs, outputs, FORWARD)
+            backward_bytes = tokens * activation_bytes * self._moves(inputs, outputs, BACKWARD)
+            seconds += Passes(
+                forward=stream_seconds(gpu, forward_bytes, _KERNELS.forward),
+                backward=stream_seconds(gpu, backward_bytes, _KERNELS.backward),
+            )
+        return seconds
+
+    def _moves(self, inputs: int, outputs: int, direction: int) -> float:
+        """Numbers that an adapter of these sizes reads and writes for each token in one pass."""
+        input_moves = _INPUT_MOVES[direction]
+        if self.dropout:
+            input_moves += _DROPOUT_MOVES[direction]
+        return input_moves * inputs + _OUTPUT_MOVES[direction] * outputs
+
+
+def _first_trained(layers: Sequence[Sequence[Parameter]]) -> int:
+    """Return the first layer in which something trains; the number of layers where none does."""
+    for index, layer in enumerate(layers):
+        if any(parameter.trainable for parameter in layer):
+            return index
+    return len(layers)
+
+
+def _trained_weights(parameters: Sequence[Parameter]) -> int:
+    return sum(parameter.numel for parameter in parameters if parameter.trainable)
+
+
+def _adapters(layer: Sequence[Parameter]) -> tuple[tuple[Parameter, Parameter], ...]:
+    """Return A and B of each adapter of a layer."""
+    by_name = {parameter.name: parameter for parameter in layer}
+    return tuple((by_name[name], by_name[name.replace(_A, _B)]) for name in by_name if _A in name)
