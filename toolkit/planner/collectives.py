@@ -11,6 +11,7 @@ cards, so that a group has k of the node's gpus_per_node shares. Inside a node a
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from toolkit.planner.cluster import Cluster
 
@@ -19,12 +20,24 @@ LINK_SHARE = 0.78
 report bus bandwidths of 230 to 235 GB/s on an A100's 300 and of 350 to 360 on an H100's 450 without NVLS."""
 NETWORK_SHARE = 0.85
 """Share of the network cards: nccl-tests' 185 to 195 GB/s on nodes with 8 cards of 25, less among many nodes."""
-PROTOCOLS = ((0.0, 0.28), (6e-6, 1.0))
-"""NCCL's protocols inside a node: what a hop takes beside the link's latency, and the share of the bandwidth. LL sends
+
+
+class _Protocol(NamedTuple):
+    """How a library moves messages inside a node."""
+
+    hop_seconds: float
+    """Seconds of a hop beside the link's latency."""
+    bandwidth_share: float
+    """Share of the link's bandwidth that is left for the message."""
+
+
+_NCCL = (_Protocol(0.0, 0.28), _Protocol(6e-6, 1.0))
+"""NCCL's protocols LL and Simple. LL sends
 a flag with every 4 bytes, Simple waits for a fence in every hop, so that small and large messages take different ones.
 Set on an nccl-tests log of all-reduces over 8 A100s (Oracle's tutorial for GPU clusters): 38 microseconds for 128 KiB,
 77 for 1 MiB, 135 for 4 MiB, 245 for 16 MiB, 590 for 64 MiB, 2,122 for 256 MiB; all within 20 %. Between nodes the
 latency of the network hides the difference."""
+_GLOO = (_Protocol(0.0, 1.0),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +74,8 @@ def all_reduce(cluster: Cluster, ranks: RankGroup, size: float, messages: float 
         return _inside(cluster, ranks, hops, 2 * size * (n - 1) / n, messages)
     ring = 2 * m * cluster.network_latency_seconds + 2 * (n - m) * cluster.link_latency_seconds
     tree = hops * cluster.link_latency_seconds + 2 * math.log2(m) * cluster.network_latency_seconds
-    return messages * (cluster.collective_seconds + min(ring, tree)) + 2 * size * (n - 1) / n / _bandwidth(
-        cluster, ranks
-    )
+    latency = messages * (cluster.collective_seconds + min(ring, tree))
+    return latency + 2 * size * (n - 1) / n / _bandwidth(cluster, ranks)
 
 
 @lru_cache(maxsize=65536)
@@ -80,18 +92,21 @@ def all_gather(cluster: Cluster, ranks: RankGroup, size: float, messages: float 
     return messages * (cluster.collective_seconds + latency) + size * (n - 1) / n / _bandwidth(cluster, ranks)
 
 
-def all_to_all(cluster: Cluster, ranks: RankGroup, size: float, merged: tuple[float, float] = (1.0, 1.0)) -> float:
+def all_to_all(
+    cluster: Cluster, ranks: RankGroup, size: float, *, share_of_ranks: float = 1.0, share_of_nodes: float = 1.0
+) -> float:
     """Seconds in which each rank sends `size` bytes in equal parts to all ranks, one of them itself.
 
-    `merged`: shares of the bytes that are left where one copy goes to each rank, and to each node, that needs several.
-    What comes over the network is then passed on inside the node.
+    `share_of_ranks` is the share of the bytes that is left where one copy goes to each rank that needs several,
+    `share_of_nodes` where one copy goes to each node. What comes over the network is then passed on inside the node.
     """
     if ranks.size == 1:
         return 0.0
-    local = size * (ranks.local - 1) / (ranks.local if merged[1] < 1 else ranks.size)
-    inside = merged[0] * local / (LINK_SHARE * cluster.link_bytes_per_second)
-    away = merged[1] * size * (ranks.size - ranks.local) / ranks.size
-    outside = away / (NETWORK_SHARE * cluster.network_bytes_per_second)
+    passes_on = share_of_nodes < 1
+    inside_bytes = size * (ranks.local - 1) / (ranks.local if passes_on else ranks.size)
+    outside_bytes = share_of_nodes * size * (ranks.size - ranks.local) / ranks.size
+    inside = share_of_ranks * inside_bytes / (LINK_SHARE * cluster.link_bytes_per_second)
+    outside = outside_bytes / (NETWORK_SHARE * cluster.network_bytes_per_second)
     latency = cluster.link_latency_seconds if ranks.nodes == 1 else cluster.network_latency_seconds
     return cluster.collective_seconds + latency * math.log2(ranks.size) + max(inside, outside)
 
@@ -121,11 +136,12 @@ def send(cluster: Cluster, size: float, *, between_nodes: bool) -> float:
 def _inside(cluster: Cluster, ranks: RankGroup, hops: int, size: float, messages: float) -> float:
     """Seconds to send `size` bytes over so many hops inside a node, by the faster of NCCL's protocols; gloo has one."""
     bandwidth = _bandwidth(cluster, ranks)
-    return min(
-        messages * (cluster.collective_seconds + hops * (cluster.link_latency_seconds + wait))
-        + size / (share * bandwidth)
-        for wait, share in (((0.0, 1.0),) if cluster.cores else PROTOCOLS)
-    )
+    seconds = []
+    for protocol in _GLOO if cluster.cores else _NCCL:
+        hop = cluster.link_latency_seconds + protocol.hop_seconds
+        latency = messages * (cluster.collective_seconds + hops * hop)
+        seconds.append(latency + size / (protocol.bandwidth_share * bandwidth))
+    return min(seconds)
 
 
 def _bandwidth(cluster: Cluster, ranks: RankGroup) -> float:

@@ -23,7 +23,6 @@ from toolkit.planner.data_parallel_time import activation_seconds, data_seconds,
 from toolkit.planner.execution import Execution
 from toolkit.planner.kernels import matmul_seconds, stream_seconds
 from toolkit.planner.layer_time import (
-    Passes,
     attention_seconds,
     embedding_seconds,
     expert_share,
@@ -32,6 +31,7 @@ from toolkit.planner.layer_time import (
     tiled_mlp_seconds,
     weight_gradient_seconds,
 )
+from toolkit.planner.passes import Passes
 from toolkit.planner.step_request import StepRequest
 from toolkit.planner.trained import HOST_SHARES
 
@@ -481,12 +481,18 @@ def _exchange(request: StepRequest) -> float:
     execution = request.execution
     ranks = collectives.group(cluster, size=layout.ep, stride=layout.tp)
     size = request.work.routed_rows * request.shape.hidden * execution.activation_bytes
-    merges = (execution.dispatcher or execution.facts["dispatcher"]) == "deepep"
-    merged = (1.0, 1.0)
-    if merges:
-        merged = (_merged(experts, layout.ep, execution), _merged(experts, ranks.nodes, execution))
-    once = collectives.all_to_all(cluster, ranks, size, merged)
-    counts = 0.0 if merges else collectives.all_to_all(cluster, ranks, 8 * experts.count)
+    if (execution.dispatcher or execution.facts["dispatcher"]) == "deepep":
+        once = collectives.all_to_all(
+            cluster,
+            ranks,
+            size,
+            share_of_ranks=_merged(experts, layout.ep, execution),
+            share_of_nodes=_merged(experts, ranks.nodes, execution),
+        )
+        counts = 0.0
+    else:
+        once = collectives.all_to_all(cluster, ranks, size)
+        counts = collectives.all_to_all(cluster, ranks, 8 * experts.count)
     return expert_share(request.shape) * (2 * once + counts)
 
 
