@@ -1,6 +1,6 @@
 """DS1: unknown, removed, renamed and misplaced keys."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -11,6 +11,10 @@ from toolkit.lint.values import problem
 from toolkit.lint.view import View
 
 _FACTS = FACTS["deepspeed"]
+_COMMENT_NAMES = ("comment", "comments", "note", "notes", "description")
+_NEAR = 0.75
+_REMOTE = 0.6
+"""Similarity of two keys (difflib's ratio) of which one is probably the other, or may be."""
 
 
 def check(view: View) -> Iterator[Violation]:
@@ -84,40 +88,51 @@ def _replacement(path: Path, value: Any, by: str) -> tuple[Edit, ...]:
 
 
 def _unknown(path: Path, value: Any, node: Node, view: View) -> Violation:
+    """Report a key that the schema does not have, by what it most likely is."""
     key = str(path[-1])
-    strict = node["section"] == "strict"
-    severity = ERROR if strict and value != "auto" else WARNING
-    if key.startswith(("_", "//", "#")) or key.lower() in ("comment", "comments", "note", "notes", "description"):
-        return _violation("DS113", path, f"{dotted(path)} is read as a key", severity if strict else INFO)
-    if not path[:-1] and (deepspeed_name := _FACTS["foreign_names"].get(key)):
-        return _violation(
-            "DS109", path, f"{key} is not a key of DeepSpeed; its name there is {deepspeed_name}", severity
-        )
+    is_at_top = len(path) == 1
+    is_strict = node["section"] == "strict"
+    severity = ERROR if is_strict and value != "auto" else WARNING
+    if key.startswith(("_", "//", "#")) or key.lower() in _COMMENT_NAMES:
+        return _violation("DS113", path, f"{dotted(path)} is read as a key", severity if is_strict else INFO)
+    if is_at_top and (deepspeed_name := _FACTS["foreign_names"].get(key)):
+        message = f"{key} is not a key of DeepSpeed; its name there is {deepspeed_name}"
+        return _violation("DS109", path, message, severity)
     if path[0] == "pipeline" and key in _FACTS["unused_by_pipelines"]:
         return Violation("DS112", path, f"{dotted(path)} has no effect").removing()
-    near = get_close_matches(key, members(node), n=1, cutoff=0.75)
-    home = None if near and not path[:-1] else _home(path, value)
+    is_near_another = bool(get_close_matches(key, members(node), n=1, cutoff=_NEAR))
+    home = None if is_near_another and is_at_top else _home(path, value)
     if home is not None:
-        target = (*home, key)
-        section = view.get(".".join(home)) if home else {}
-        fits = isinstance(section, Mapping) and not view.has(".".join(target))
-        edits: tuple[Edit, ...] = (Edit("remove", path), Edit("set", target, value)) if fits else ()
-        where = dotted(home) if home else "the top level"
-        return _violation("DS110", path, f"{dotted(path)} belongs in {where}", severity, edits)
-    if strict:
+        return _misplaced(path, value, home, severity, view)
+    return _misspelled(path, node, severity, view)
+
+
+def _misplaced(path: Path, value: Any, home: tuple[str, ...], severity: Severity, view: View) -> Violation:
+    """Report a key that belongs in another section, and move it there if it is not there yet."""
+    target = (*home, str(path[-1]))
+    section = view.get(".".join(home)) if home else {}
+    can_move = isinstance(section, Mapping) and not view.has(".".join(target))
+    edits: tuple[Edit, ...] = (Edit("remove", path), Edit("set", target, value)) if can_move else ()
+    where = dotted(home) if home else "the top level"
+    return _violation("DS110", path, f"{dotted(path)} belongs in {where}", severity, edits)
+
+
+def _misspelled(path: Path, node: Node, severity: Severity, view: View) -> Violation:
+    """Report a key with the one that may be meant; rename it where only that can be meant."""
+    key = str(path[-1])
+    is_at_top = len(path) == 1
+    if node["section"] == "strict":
         rule = "DS102"
     else:
-        rule = "DS103" if path[:-1] else "DS101"
-    section = view.get(".".join(map(str, path[:-1]))) if path[:-1] else view.config
-    sure = misspelled(key, members(node), section)
-    guess = sure or _FACTS["other_spellings"].get(key) or next(iter(near or _close(key, members(node))), None)
+        rule = "DS101" if is_at_top else "DS103"
+    section = view.config if is_at_top else view.get(".".join(map(str, path[:-1])))
+    known = members(node)
+    meant = misspelled(key, known, section)
+    closest = get_close_matches(key, known, n=1, cutoff=_NEAR) or get_close_matches(key, known, n=1, cutoff=_REMOTE)
+    guess = meant or _FACTS["other_spellings"].get(key) or next(iter(closest), None)
     hint = f". Did you mean {guess}?" if guess else ""
-    edits = rename(path, sure) if sure else ()
+    edits = rename(path, meant) if meant else ()
     return _violation(rule, path, f"{dotted(path)} is not a key of DeepSpeed{hint}", severity, edits)
-
-
-def _close(key: str, known: Iterable[str]) -> list[str]:
-    return get_close_matches(key, known, n=1, cutoff=0.6)
 
 
 def _violation(rule: str, path: Path, message: str, severity: Severity, edits: tuple[Edit, ...] = ()) -> Violation:
@@ -135,32 +150,42 @@ def _home(path: Path, value: Any) -> tuple[str, ...] | None:
     section = str(path[0]) if len(path) == 2 else ""
     if key in _FACTS["inside_params"].get(section, ()):
         return (section, "params")
-    sections = [home for home in homes().get(key, []) if home != ".".join(map(str, path[:-1]))]
-    home = tuple(part for part in sections[0].split(".") if part) if len(sections) == 1 else ()
+    here = ".".join(map(str, path[:-1]))
+    sections = [name for name in homes().get(key, []) if name != here]
+    if len(sections) != 1 or key in path[:-1]:
+        return None
+    home = tuple(part for part in sections[0].split(".") if part)
     node = lookup((*home, key)) or {}
-    fits = isinstance(value, Mapping) if "section" in node else problem(node, value) is None
-    return home if len(sections) == 1 and key not in path[:-1] and fits else None
+    value_fits = isinstance(value, Mapping) if "section" in node else problem(node, value) is None
+    return home if value_fits else None
 
 
 def _without_effect(view: View) -> Iterator[Violation]:
     """Report the keys of zero_optimization that the stage does not use, as one finding."""
     zero = view.section("zero_optimization")
     stage = view.stage
-    nodes = members(schema()["keys"]["zero_optimization"])
-    idle = []
-    for key, value in zero.items():
-        node = nodes.get(key, {})
-        stage_3 = key.startswith("stage3_") or "name" in node or key in _FACTS["only_stage_3"]
-        if view.is_tensor_parallel and "gather_" in key:
-            continue  # accelerate saves by it
-        unread = stage == 0 or (stage < 3 and stage_3) or (stage == 3 and key in _FACTS["only_stages_1_and_2"])
-        has_rules = key in _FACTS["with_rules_of_their_own"] or key.startswith("zero_")
-        if unread and node and not has_rules and (value != node.get("default") or key.startswith("stage3_")):
-            idle.append(key)
+    idle = [key for key, value in zero.items() if _is_idle(key, value, view)]
     if idle and isinstance(zero.get("stage", 0), int):
         rest = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
         verb = "has" if len(idle) == 1 else "have"
-        where = {0: "without ZeRO", 3: "under ZeRO-3"}.get(stage, f"under ZeRO-{stage}")
+        where = f"under ZeRO-{stage}" if stage else "without ZeRO"
         edits = tuple(Edit("remove", ("zero_optimization", key)) for key in idle)
         path = ("zero_optimization", idle[0])
         yield Violation("DS111", path, f"{dotted(path)}{rest} {verb} no effect {where}", edits=edits)
+
+
+def _is_idle(key: str, value: Any, view: View) -> bool:
+    """Return whether a key of zero_optimization has a value of its own that the stage does not use."""
+    node = members(schema()["keys"]["zero_optimization"]).get(key, {})
+    has_rules = key in _FACTS["with_rules_of_their_own"] or key.startswith("zero_")
+    is_saved_by_accelerate = view.is_tensor_parallel and "gather_" in key
+    if not node or has_rules or is_saved_by_accelerate:
+        return False
+    is_of_stage_3 = key.startswith("stage3_") or "name" in node or key in _FACTS["only_stage_3"]
+    if view.stage == 0:
+        is_unread = True
+    elif view.stage == 3:
+        is_unread = key in _FACTS["only_stages_1_and_2"]
+    else:
+        is_unread = is_of_stage_3
+    return is_unread and (value != node.get("default") or key.startswith("stage3_"))
