@@ -67,37 +67,51 @@ def _no_section(path: Path, value: Any, node: Node, view: View) -> Iterator[Viol
 
 
 def _report(path: Path, wrong: ValueProblem, node: Node, strict: bool, view: View) -> Violation:
+    """Report a wrong value, with what its reader does: reject it, convert it, or use it as it is."""
     name = ".".join(map(str, path))
-    refused = wrong.refused
-    if not strict:
-        refused = name in _FACTS["checked_in_use"] and wrong.kind not in ("fraction",)
-        if wrong.kind == "type" and not wrong.refused:  # true as a number
-            refused = False
-        if wrong.kind == "truth" and name in _FACTS["truth_is_a_number"] and not isinstance(view.get(name), str):
-            refused = False
-        if name == "gradient_predivide_factor":
-            refused = view.stage == 0  # ZeRO reduces elsewhere
-        if name == "data_types.buffer_dtype" and view.precision != "fp32":
-            refused = True
-        if name == "flops_profiler.profile_step" and view.is_on("flops_profiler.enabled"):
-            refused = True
-    by_trainer = view.context.runner == "trainer" and wrong.kind == "truth" and name in FACTS["trainer"]["arguments"]
-    refused = refused or by_trainer
+    stopped_by_trainer = (
+        view.context.runner == "trainer" and wrong.kind == "truth" and name in FACTS["trainer"]["arguments"]
+    )
+    refused = stopped_by_trainer or (wrong.refused if strict else _is_refused_in_use(name, wrong, view))
     edits: tuple[Edit, ...] = set_to(path, wrong.fixed) if wrong.is_fixable else ()
     if wrong.kind == "null":
         edits = remove(path)
-    taken = "DeepSpeed converts it silently." if strict else "DeepSpeed silently uses it as it is."
-    if wrong.kind == "truth" and not strict and not refused and isinstance(view.get(name), str):
-        taken = "DeepSpeed does not check it here: any non-empty string counts as true."
     violation = Violation(_RULES[wrong.kind], path, f"{dotted(path)}: {wrong.message}")
     if wrong.kind == "fraction" and strict:
         return violation._replace(effect="DeepSpeed raises ValidationError.", severity=ERROR)
-    effect = None if refused else taken
-    if wrong.kind == "truth" and refused:
-        reader = "The Trainer compares it with its own argument, and stops."
-        effect = reader if by_trainer else "DeepSpeed raises when it reads or first uses it."
+    effect: str | None = None
+    if not refused:
+        effect = _effect_of_use(name, wrong, strict, view)
+    elif stopped_by_trainer:
+        effect = "The Trainer compares it with its own argument, and stops."
+    elif wrong.kind == "truth":
+        effect = "DeepSpeed raises when it reads or first uses it."
     fix = f"Write {allowed(node)}." if wrong.kind in ("type", "range", "word", "truth") and allowed(node) else None
     return violation._replace(effect=effect, fix=fix, severity=ERROR if refused else WARNING, edits=edits)
+
+
+def _is_refused_in_use(name: str, wrong: ValueProblem, view: View) -> bool:
+    """Return whether DeepSpeed fails on a value that it does not validate, when it first uses it."""
+    if name == "flops_profiler.profile_step" and view.is_on("flops_profiler.enabled"):
+        return True
+    if name == "data_types.buffer_dtype" and view.precision != "fp32":
+        return True
+    if name == "gradient_predivide_factor":
+        return view.stage == 0  # ZeRO reduces elsewhere
+    if wrong.kind == "truth" and name in _FACTS["truth_is_a_number"] and not isinstance(view.get(name), str):
+        return False
+    if wrong.kind == "type" and not wrong.refused:  # true as a number
+        return False
+    return name in _FACTS["checked_in_use"] and wrong.kind != "fraction"
+
+
+def _effect_of_use(name: str, wrong: ValueProblem, strict: bool, view: View) -> str:
+    """Say what DeepSpeed makes of a wrong value that it does not reject."""
+    if strict:
+        return "DeepSpeed converts it silently."
+    if wrong.kind == "truth" and isinstance(view.get(name), str):
+        return "DeepSpeed does not check it here: any non-empty string counts as true."
+    return "DeepSpeed silently uses it as it is."
 
 
 def _clipping(view: View) -> Iterator[Violation]:
