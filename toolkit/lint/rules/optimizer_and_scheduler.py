@@ -109,34 +109,42 @@ def _accepted(view: View, kind: Mapping[str, Any], params: Mapping[str, Any]) ->
 
 def _values(view: View, params: Mapping[str, Any]) -> Iterator[Violation]:
     for key, allowed in _RANGES.items():
-        if key not in params or params[key] == "auto":
-            continue
-        value = params[key]
-        path = ("optimizer", "params", key)
-        if as_number(value) is not None:
-            yield from _quoted(path, value)
-        elif not is_number(value):
-            yield Violation("DS201", path, f"{dotted(path)}: {shown(value)} is not a number")
-        elif not value >= 0 or math.isinf(value) or (key == "momentum" and value >= 1):
-            fused = not params.get("torch_adam") and str(view.get("optimizer.type")).lower() in _FUSED
-            severity = WARNING if fused or key == "momentum" or value == math.inf else ERROR
-            yield Violation("DS706", path, f"{dotted(path)}={shown(value)}: {allowed} is needed", severity=severity)
-    betas = params.get("betas", "auto")
+        if params.get(key, "auto") != "auto":
+            yield from _in_range(view, key, allowed, params)
+    yield from _betas(params.get("betas", "auto"))
+    for key in ("adam_w_mode", "torch_adam", "amsgrad", "bias_correction"):
+        if isinstance(word := params.get(key), str) and word.lower() in ("true", "false"):
+            message = f"{key}: {shown(word)} is a string, which counts as true"
+            yield Violation("DS206", ("optimizer", "params", key), message).setting(word.lower() == "true")
+
+
+def _in_range(view: View, key: str, allowed: str, params: Mapping[str, Any]) -> Iterator[Violation]:
+    """Check a number of an optimizer; kernels of DeepSpeed's own accept any, PyTorch's classes do not."""
+    value = params[key]
+    path = ("optimizer", "params", key)
+    if as_number(value) is not None:
+        yield from _quoted(path, value)
+    elif not is_number(value):
+        yield Violation("DS201", path, f"{dotted(path)}: {shown(value)} is not a number")
+    elif not value >= 0 or math.isinf(value) or (key == "momentum" and value >= 1):
+        fused = not params.get("torch_adam") and str(view.get("optimizer.type")).lower() in _FUSED
+        severity = WARNING if fused or key == "momentum" or value == math.inf else ERROR
+        yield Violation("DS706", path, f"{dotted(path)}={shown(value)}: {allowed} is needed", severity=severity)
+
+
+def _betas(betas: Any) -> Iterator[Violation]:
+    """Check the decay rates of the moments."""
+    if betas == "auto":
+        return
     path = ("optimizer", "params", "betas")
-    pair = isinstance(betas, list) and len(betas) == 2
-    if pair and any(as_number(beta) is not None for beta in betas):
+    is_pair = isinstance(betas, list) and len(betas) == 2
+    if is_pair and any(as_number(beta) is not None for beta in betas):
         numbers = [as_number(beta) if isinstance(beta, str) else beta for beta in betas]
         yield Violation("DS202", path, f"{dotted(path)}: strings instead of numbers").setting(numbers)
-    elif betas == "auto":
-        pass
-    elif not pair or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
+    elif not is_pair or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
         yield Violation("DS706", path, f"{dotted(path)}={shown(betas)}: two numbers from 0, below 1, are needed")
     elif betas[0] > betas[1]:
         yield Violation("DS713", path, f"{dotted(path)}={shown(betas)}")
-    for key in ("adam_w_mode", "torch_adam", "amsgrad", "bias_correction"):
-        if isinstance(word := params.get(key), str) and word.lower() in ("true", "false"):
-            violation = Violation("DS206", (*path[:-1], key), f"{key}: {shown(word)} is a string, which counts as true")
-            yield violation.setting(word.lower() == "true")
 
 
 def _clipping(view: View) -> Iterator[Violation]:
@@ -186,25 +194,39 @@ def _scheduler(view: View, name: str, params: Any) -> Iterator[Violation]:
 
 
 def _warmup(view: View, name: str, takes: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[Violation]:
-    path = ("scheduler", "params")
+    """Check the length of the warm-up, its curve, and the rates at its ends."""
     steps = params.get("warmup_num_steps", 1)
-    counted = isinstance(steps, int) and not isinstance(steps, bool) and steps > 0
-    if "warmup_num_steps" in takes and not counted and steps != "auto" and as_number(steps) is None:
-        severity = WARNING if steps is True or view.context.deepspeed < (0, 19, 6) else None
-        message = f"warmup_num_steps={shown(steps)}"
-        violation = Violation("DS755", (*path, "warmup_num_steps"), message, severity=severity)
-        whole = isinstance(steps, float) and steps.is_integer() and steps > 0
-        yield violation.setting(int(steps)) if whole else violation
-    kind = params.get("warmup_type")
-    edits = set_to((*path, "warmup_type"), "log")  # the default, written out
-    if "warmup_type" in takes and "warmup_type" not in params and params.get("warmup_num_steps") != 1:
-        yield Violation("DS756", path, f"{name} without warmup_type warms up with the logarithm", edits=edits)
-    elif "warmup_type" in params and kind not in ("log", "linear"):
-        yield Violation("DS757", (*path, "warmup_type"), f"warmup_type={shown(kind)} is read as log", edits=edits)
+    if "warmup_num_steps" in takes and steps != "auto":
+        yield from _warmup_steps(view, steps)
+    yield from _warmup_type(name, takes, params)
     total = params.get("total_num_steps")
-    if is_number(total) and total <= (least := steps if is_number(steps) else 0):
-        yield Violation("DS758", (*path, "total_num_steps"), f"total_num_steps={total} with {least} steps of warm-up")
+    least = steps if is_number(steps) else 0
+    if is_number(total) and total <= least:
+        path = ("scheduler", "params", "total_num_steps")
+        yield Violation("DS758", path, f"total_num_steps={total} with {least} steps of warm-up")
     yield from _rates(view, name, takes, params)
+
+
+def _warmup_steps(view: View, steps: Any) -> Iterator[Violation]:
+    is_count = isinstance(steps, int) and not isinstance(steps, bool) and steps > 0
+    if is_count or as_number(steps) is not None:
+        return
+    severity = WARNING if steps is True or view.context.deepspeed < (0, 19, 6) else None
+    path = ("scheduler", "params", "warmup_num_steps")
+    violation = Violation("DS755", path, f"warmup_num_steps={shown(steps)}", severity=severity)
+    is_whole = isinstance(steps, float) and steps.is_integer() and steps > 0
+    yield violation.setting(int(steps)) if is_whole else violation
+
+
+def _warmup_type(name: str, takes: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[Violation]:
+    path = ("scheduler", "params")
+    edits = set_to((*path, "warmup_type"), "log")  # the default, written out
+    if "warmup_type" in params:
+        kind = params["warmup_type"]
+        if kind not in ("log", "linear"):
+            yield Violation("DS757", (*path, "warmup_type"), f"warmup_type={shown(kind)} is read as log", edits=edits)
+    elif "warmup_type" in takes and params.get("warmup_num_steps") != 1:
+        yield Violation("DS756", path, f"{name} without warmup_type warms up with the logarithm", edits=edits)
 
 
 def _rates(view: View, name: str, takes: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[Violation]:
