@@ -90,36 +90,58 @@ def _optimizer(view: View) -> Iterator[Violation]:
 
 def _offload(view: View) -> Iterator[Violation]:
     """Check for offload to host memory and NVMe that is ignored, rejected or incomplete."""
+    yield from _ignored_offload(view)
+    for states in ("optimizer", "param"):
+        path = (_Z, f"offload_{states}")
+        if view.offload(states) == "nvme" and view.stage == 3 and not view.get(".".join((*path, "nvme_path"))):
+            yield Violation("DS503", path, f"{_Z}.offload_{states}.device=nvme without nvme_path")
+    yield from _offload_ratio(view)
+    yield from _offload_without_optimizer(view)
+
+
+def _ignored_offload(view: View) -> Iterator[Violation]:
     stage = view.stage
-    optimizer_on = view.offload("optimizer")
-    param_on = view.offload("param")
-    section = (_Z, "offload_optimizer")
-    if param_on != "none" and stage != 3:
-        path: Path = (_Z, "offload_param") if view.has(f"{_Z}.offload_param") else (_Z, "cpu_offload_param")
-        message = f"parameters are to be offloaded to {param_on}, with zero_optimization.stage={stage}"
-        yield Violation("DS501", path, message).removing()
-    if optimizer_on != "none" and stage == 0:
-        path = section if view.has(".".join(section)) else (_Z, "cpu_offload")
-        message = f"the optimizer is to be offloaded to {optimizer_on}, with zero_optimization.stage=0"
-        yield Violation("DS502", path, message).removing()
-    for states, device in (("optimizer", optimizer_on), ("param", param_on)):
-        path = (_Z, f"offload_{states}", "nvme_path")
-        if device == "nvme" and stage == 3 and not view.get(".".join(path)):
-            yield Violation("DS503", path[:-1], f"{_Z}.offload_{states}.device=nvme without nvme_path")
-    written = view.get(".".join((*section, "ratio")), 1)
+    device = view.offload("param")
+    if device != "none" and stage != 3:
+        message = f"parameters are to be offloaded to {device}, with zero_optimization.stage={stage}"
+        yield Violation("DS501", _offload_path(view, "param"), message).removing()
+    device = view.offload("optimizer")
+    if device != "none" and stage == 0:
+        message = f"the optimizer is to be offloaded to {device}, with zero_optimization.stage=0"
+        yield Violation("DS502", _offload_path(view, "optimizer"), message).removing()
+
+
+def _offload_path(view: View, states: str) -> Path:
+    """Return the section that offloads `optimizer` or `param`, or the old key."""
+    old = {"optimizer": "cpu_offload", "param": "cpu_offload_param"}[states]
+    return (_Z, f"offload_{states}") if view.has(f"{_Z}.offload_{states}") else (_Z, old)
+
+
+def _offload_ratio(view: View) -> Iterator[Violation]:
+    path = (_Z, "offload_optimizer", "ratio")
+    written = view.get(".".join(path), 1)
     ratio = as_number(written) if isinstance(written, str) else written
     if not isinstance(ratio, (int, float)):
         ratio = 1  # another rule says so
-    if ratio < 1 and stage != 3:
-        message = f"offload_optimizer.ratio={ratio} with zero_optimization.stage={stage}"
-        yield Violation("DS505", (*section, "ratio"), message).removing()
-    elif ratio < 1 and optimizer_on != "none" and view.get("optimizer.params.torch_adam") is True:
+    if ratio < 1 and view.stage != 3:
+        message = f"offload_optimizer.ratio={ratio} with zero_optimization.stage={view.stage}"
+        yield Violation("DS505", path, message).removing()
+    elif ratio < 1 and view.offload("optimizer") != "none" and view.get("optimizer.params.torch_adam") is True:
         edits = remove(("optimizer", "params", "torch_adam"))
-        yield Violation("DS519", (*section, "ratio"), f"offload_optimizer.ratio={ratio} with torch_adam", edits=edits)
-    unseen = view.context.runner in ("trainer", "accelerate") and view.is_on(f"{_Z}.cpu_offload")
-    forces = view.get("zero_force_ds_cpu_optimizer", True) and (unseen or view.context.runner == "deepspeed")
-    if optimizer_on != "none" and (stage or unseen) and not view.has("optimizer") and forces:
-        message = f"the optimizer is offloaded to {optimizer_on}, and there is no optimizer section"
-        violation = Violation("DS520", section if view.has(".".join(section)) else (_Z, "cpu_offload"), message)
+        yield Violation("DS519", path, f"offload_optimizer.ratio={ratio} with torch_adam", edits=edits)
+
+
+def _offload_without_optimizer(view: View) -> Iterator[Violation]:
+    device = view.offload("optimizer")
+    if device == "none" or view.has("optimizer") or not view.get("zero_force_ds_cpu_optimizer", True):
+        return
+    is_unseen = view.context.runner in ("trainer", "accelerate") and view.is_on(f"{_Z}.cpu_offload")
+    is_seen = view.stage and view.context.runner == "deepspeed"
+    if not (is_unseen or is_seen):
+        return
+    message = f"the optimizer is offloaded to {device}, and there is no optimizer section"
+    violation = Violation("DS520", _offload_path(view, "optimizer"), message)
+    if is_unseen:
         effect = "Accelerator does not know the old key, passes PyTorch's AdamW, and stops with ZeRORuntimeException."
-        yield violation._replace(severity=ERROR, effect=effect) if unseen else violation
+        violation = violation._replace(severity=ERROR, effect=effect)
+    yield violation
