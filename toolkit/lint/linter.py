@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.source_text import printable, shorten
 from toolkit.files import read_text, reason_of
 from toolkit.lint.document import MAX_BYTES, ConfigDocument, NotAConfigError, read_json, read_yaml
-from toolkit.lint.finding import RULES, Finding, Severity, Violation
+from toolkit.lint.finding import RULES, Edit, Finding, Severity, Violation
 from toolkit.lint.fix import fix, write
 from toolkit.lint.key_schema import schema
 from toolkit.lint.other_programs import check as check_other
@@ -260,14 +260,22 @@ def _accelerate(document: ConfigDocument, context: LintContext) -> list[Finding]
         for violation in check(view):
             if violation.rule.startswith("DS1") or (violation.rule, violation.path) == ("DS709", ()):
                 continue  # names are accelerate's own
-            known = [edit for edit in violation.edits if edit.path in derived.origin]
-            edits = tuple(edit._replace(path=derived.origin[edit.path]) for edit in known)
-            edits = edits if len(edits) == len(violation.edits) and all(edit.kind != "rename" for edit in edits) else ()
-            path = violation.path
-            while path not in derived.origin:
-                path = path[:-1]
-            findings.append(_place(document, violation._replace(path=derived.origin[path], edits=edits)))
+            findings.append(_place(document, _as_written(violation, derived)))
     return findings
+
+
+def _as_written(violation: Violation, derived: accelerate.Derived) -> Violation:
+    """Return a violation of a derived config at the key of accelerate's file from which its value comes.
+
+    Its edits are kept where all of them change a value that has a key there.
+    """
+    edits: tuple[Edit, ...] = ()
+    if all(edit.path in derived.origin and edit.kind != "rename" for edit in violation.edits):
+        edits = tuple(edit._replace(path=derived.origin[edit.path]) for edit in violation.edits)
+    path = violation.path
+    while path not in derived.origin:
+        path = path[:-1]
+    return violation._replace(path=derived.origin[path], edits=edits)
 
 
 def within_accelerate(value: Mapping[str, Any], context: LintContext) -> LintContext:
