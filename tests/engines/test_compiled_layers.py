@@ -19,7 +19,9 @@ from toolkit import Callback
 from toolkit import train as train_job
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import Strategy
 from toolkit.errors import ModelError, RunError
+from toolkit.parallel.pipeline.weight_gradients import WeightGradients
 from toolkit.parallel.tensor.region import CHAINS
 from toolkit.parallel.tiny_model import tiny_config
 from toolkit.parity import ParityRun, Tolerance, compare_curves
@@ -353,3 +355,53 @@ def test_zero_3_refuses_gradients_that_it_does_not_wait_for() -> None:
         partial(layer, hidden.detach())()
     with torch.no_grad():
         layer(hidden_states=hidden)
+
+
+def trial_with_deferred_gradients(recipe: Recipe) -> tuple[ParityRun, int]:
+    """Train; return how many weight gradients were left for later, too."""
+    count = 0
+    keep = WeightGradients.keep
+
+    def counted(queue: WeightGradients, weight: torch.Tensor, of_weight: Callable[[], torch.Tensor]) -> None:
+        nonlocal count
+        count += 1
+        keep(queue, weight, of_weight)
+
+    with mock.patch.object(WeightGradients, "keep", counted):
+        return compiled_trial(recipe), count
+
+
+@pytest.mark.daily
+@pytest.mark.parametrize(
+    ("backend", "layout", "changes"),
+    [
+        ("aot_eager", "pp2-zbv-z1", {}),
+        *(
+            pytest.param(backend, layout, changes, marks=[pytest.mark.whole, NEEDS_COMPILER])
+            for backend, layout, changes in (
+                ("inductor", "pp2-zbh1-z1", {}),
+                ("inductor", "pp2-zbv-z0-recompute", {}),
+                ("inductor", "tp2-pp2-zbh1-z1-sp", {}),
+                ("aot_eager", "pp2-zbh1-z1", DROPOUT),
+                ("aot_eager", "pp2-zbh1-z1", {"model__lora": {"r": 4}}),
+                ("aot_eager", "tp2-pp2-zbv-z1", DROPOUT),
+            )
+        ),
+    ],
+    indirect=["backend"],
+)
+@pytest.mark.usefixtures("backend")
+def test_weight_gradients_that_a_schedule_computes_later_break_no_graph(
+    make_recipe: Make, ranks: Ranks, layout: str, changes: dict[str, Any]
+) -> None:
+    strategy = Strategy.parse(layout)
+    recipe = make_recipe(train__steps=4, overrides__n_layer=4, **changes)
+    world_size = strategy.world_size(1)
+    eager = ranks(trial_with_deferred_gradients, world_size, strategy.apply(recipe, world_size))
+    compiling = recipe.changed({"train": {"compile": True}})
+    compiled = ranks(trial_with_deferred_gradients, world_size, strategy.apply(compiling, world_size))
+    assert [count for _, count in compiled] == [count for _, count in eager]
+    assert min(count for _, count in compiled) > 0
+    assert not compiled[0][0].inspected["graph_breaks"]
+    report = compare_curves(compiled[0][0].curve, eager[0][0].curve, Tolerance.fp32())
+    assert report.passed, str(report)

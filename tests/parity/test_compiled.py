@@ -7,7 +7,7 @@ import pytest
 from cell_runs import CORES, Baselines, CellRun, Outcome, run_cells
 from matrix import LONG_STEPS, STEPS, Cell, Text
 from mixtures import MixtureCell
-from schedules import ScheduleCell
+from schedules import MixtureScheduleCell, ScheduleCell
 
 from toolkit.config.recipe import Recipe
 
@@ -28,6 +28,10 @@ class CompiledMixture(Compiled, MixtureCell):
     """With experts, which are one operation of a graph."""
 
 
+class CompiledScheduledMixture(Compiled, MixtureScheduleCell):
+    """With experts and a pipeline schedule."""
+
+
 DENSE = {
     "llama": (
         *("tp2-z3-sp", "tp2-z1", "dp2-z1", "dp2-z3", "dp2-z3-recompute", "dp2-ddp", "dp2-fsdp", "u2-z1", "u2-z3"),
@@ -35,7 +39,10 @@ DENSE = {
     ),
     "gpt2": ("pp2-z1-recompute", "dp2-z0", "dp2-z2-offload", "pp4-z1", "tp2-z1-sp-recompute", "u2-z2"),
 }
-SCHEDULED = ("pp2-1f1b-z1", "pp2-gpipe-z0-recompute", "pp2x2-z1", "tp2-pp2x2-z1-sp")
+SCHEDULED = (
+    *("pp2-1f1b-z1", "pp2-gpipe-z0-recompute", "pp2x2-z1", "tp2-pp2x2-z1-sp"),
+    *("pp2-zbh1-z1", "pp4-zbh1-z0-recompute", "pp2-zbv-z1-recompute", "tp2-pp2-zbv-z1-sp", "pp2-zbh1-dp2-z1"),
+)
 EXPERTS = ("dp2-ep2-z1", "dp2-ep2-z3-recompute", "tp2-dp2-ep2-z2-sp", "pp2-dp2-ep2-z1")
 DAILY = ("tp2-z3-sp",)
 
@@ -46,6 +53,8 @@ def _cells() -> list[Cell]:
     return [
         *(Compiled(strategy=strategy, family=family, precision="fp32", **fixed) for strategy, family in dense),
         *(CompiledSchedule(strategy=place, family="llama", precision="fp32", **fixed) for place in SCHEDULED),
+        CompiledSchedule(strategy="pp2-zbv-z1", family="llama", precision="bf16", **fixed),
+        CompiledScheduledMixture(strategy="pp2-zbh1-dp2-ep2-z1", family="mixtral", precision="fp32", **fixed),
         *(Compiled(strategy=place, family="llama", precision="bf16", **fixed) for place in ("dp2-z0", "tp2-z1-sp")),
         *(CompiledMixture(strategy=place, family="mixtral", precision="fp32", **fixed) for place in EXPERTS),
     ]

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from toolkit.config.layout import Batch, Layout
-from toolkit.config.pipeline_schedules import SPLITTING
 from toolkit.config.recipe import Recipe
 from toolkit.config.router_rules import expert_count
 from toolkit.errors import BatchError, LayoutError, Refusal, Setting
@@ -316,10 +315,6 @@ def _schedule_settings(recipe: Recipe) -> Iterator[Refusal]:
     ):
         if recipe.value_of(condition) != value:
             yield recipe.conflict(field, condition, reason=reason, remedy=(off, (condition, value)))
-    if recipe.train.compile and section.schedule in SPLITTING:
-        reason = "graphs break at each linear layer that leaves its weight's gradient for later"
-        remedy = ((field, "interleaved, 1f1b or gpipe"), ("train.compile", False))
-        yield recipe.conflict(field, "train.compile", reason=reason, remedy=remedy)
     unshown = {
         "adamw8bit": "its 8-bit moments amplify rounding, and it was not shown to train the same",
         "lion": "it takes the sign of its update, which rounding turns where that is near 0",

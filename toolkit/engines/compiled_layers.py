@@ -36,17 +36,23 @@ _OF_ALL_EXPERTS = ("grouped_mm", "batched_mm")
 class CompiledLayers:
     """Compiles the decoder layers of a model on this rank; knows afterwards what came out."""
 
-    def __init__(self, model: PreTrainedModel, *, zero_stage: int = 0, is_stage: bool = False) -> None:
-        """`is_stage`: whether `model` is a pipeline stage, which has a backward pass for each tensor that it sends."""
+    def __init__(
+        self, model: PreTrainedModel, *, zero_stage: int = 0, is_stage: bool = False, splits_backward: bool = False
+    ) -> None:
+        """`is_stage`: whether `model` is a pipeline stage, which has a backward pass for each tensor that it sends.
+
+        `splits_backward`: whether its schedule computes the gradients of weights later than the others.
+        """
         torch.compiler.reset()  # of an earlier engine in this process, whose variants count towards torch's limit
         self._breaks_before = _graph_breaks()
         self._graphs_before = _graphs()
         # What a router keeps for the loss and the statistics is that of the forward pass, compiled or not.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         if is_stage:
-            # Otherwise a backward pass overwrites what a layer has saved, which a second one reads.
+            # Otherwise a backward pass overwrites what a layer has saved, which a second one reads, and what a W reads.
             torch._functorch.config.donated_buffer = False
             torch._inductor.config.inplace_buffers = False
+            torch._inductor.config.allow_buffer_reuse = not splits_backward
         experts = [module for _, module in experts_in(model)]
         for sharded in experts:
             if isinstance(sharded, ShardedExperts):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from toolkit.config.job import Job
+from toolkit.config.pipeline_schedules import SPLITTING
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines import deepspeed_patches
 from toolkit.engines.base import DistributedEngine, Update
@@ -51,7 +52,12 @@ class DeepSpeedBase(DistributedEngine):
         if self.partition is not None:
             declare_experts(self.model, self.partition.groups)
         if recipe.train.compile:
-            self.compiled = CompiledLayers(self.model, zero_stage=self._zero_stage, is_stage=job.layout.pp > 1)
+            self.compiled = CompiledLayers(
+                self.model,
+                zero_stage=self._zero_stage,
+                is_stage=job.layout.pp > 1,
+                splits_backward=job.layout.schedule in SPLITTING,
+            )
         groups = parameter_groups(self.named_parameters(), recipe.optimizer)
         client = None if "optimizer" in config else torch_optimizer(recipe, groups, on_gpu=self.device.type == "cuda")
         quiet = deepspeed_patches.quiet_stdout(unless=recipe.log.level == "debug")

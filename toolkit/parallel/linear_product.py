@@ -62,15 +62,26 @@ class _DeferringProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        input_major = ctx.input_major
-        rows = gradient.reshape(-1, gradient.shape[-1])  # [.., o] -> [n, o]
-        # With its history the input would keep what a stage received, and the gradient of that, until W.
-        inputs = x.detach().reshape(-1, x.shape[-1])  # [.., i] -> [n, i]
+        ctx.defer(weight_gradient(x, gradient, input_major=ctx.input_major))
+        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        of_input = gradient_of_input(gradient, weight, input_major=ctx.input_major)
+        return of_input, of_bias, None, None, None
 
-        def of_weight() -> torch.Tensor:
-            return inputs.t().mm(rows) if input_major else rows.t().mm(inputs)
 
-        ctx.defer(of_weight)
-        of_bias = rows.sum(0) if ctx.needs_input_grad[1] else None
-        of_input = rows.mm(weight.t() if input_major else weight)  # [n, o] -> [n, i]
-        return of_input.view(x.shape), of_bias, None, None, None
+def gradient_of_input(gradient: torch.Tensor, weight: torch.Tensor, *, input_major: bool) -> torch.Tensor:
+    """Return the gradient of x in y = x W, [.., i], from that of y, [.., o]."""
+    rows = gradient.reshape(-1, gradient.shape[-1])  # [.., o] -> [n, o]
+    of_input = rows.mm(weight.t() if input_major else weight)  # [n, o] -> [n, i]
+    return of_input.view(*gradient.shape[:-1], of_input.shape[-1])
+
+
+def weight_gradient(x: torch.Tensor, gradient: torch.Tensor, *, input_major: bool) -> Callable[[], torch.Tensor]:
+    """Return a function that computes the gradient of W in y = x W, from x, [.., i], and the gradient of y, [.., o]."""
+    rows = gradient.reshape(-1, gradient.shape[-1])  # [.., o] -> [n, o]
+    # With its history the input would keep what a stage received, and the gradient of that, until W.
+    inputs = x.detach().reshape(-1, x.shape[-1])  # [.., i] -> [n, i]
+
+    def of_weight() -> torch.Tensor:
+        return inputs.t().mm(rows) if input_major else rows.t().mm(inputs)
+
+    return of_weight

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.parallel.linear_product import Defer, multiply
+from toolkit.parallel.split_product import multiply_in_graph, number_product
 from toolkit.parallel.tensor.linear import ParallelLinear
 from toolkit.parallel.tensor.vocabulary import VocabParallelHead
 
@@ -32,11 +33,11 @@ class WeightGradients:
     def connect(self, model: nn.Module) -> None:
         """Let the linear layers of `model` defer their weights' gradients to this queue."""
         for module in model.modules():
-            if isinstance(module, ParallelLinear) or type(module) is VocabParallelHead:
-                module.split = self
-            elif type(module) in _SPLITTING:
+            if type(module) in _SPLITTING:
                 module.__class__ = _SPLITTING[type(module)]  # as for a head with a loss: hooks and names stay
-                module.split = self  # type: ignore[assignment]
+            if isinstance(module, (ParallelLinear, VocabParallelHead, _SplitLinear, _SplitConv1D)):
+                module.split = self
+                number_product(module)
 
     @property
     def count(self) -> int:
@@ -77,31 +78,45 @@ class WeightGradients:
             torch.autograd.backward(weight, gradient)
 
     def taking(self, x: torch.Tensor, weight: torch.Tensor) -> Defer | None:
-        """Return what takes the gradient of `weight` in its product with x, where the backward pass is split.
+        """Return what takes the gradient of `weight` in its product with x, where the backward pass is split."""
+        return partial(self.keep, weight) if self.splits(x, weight) else None
+
+    def splits(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether the backward pass of a product is split.
 
         An input without gradient has no B that could collect: then the backward pass stays whole.
         """
-        if not self._splits or not torch.is_grad_enabled() or not (weight.requires_grad and x.requires_grad):
-            return None
-        return partial(self._keep, weight)
+        return self._splits and torch.is_grad_enabled() and weight.requires_grad and x.requires_grad
 
-    def _keep(self, weight: torch.Tensor, of_weight: Callable[[], torch.Tensor]) -> None:
+    def keep(self, weight: torch.Tensor, of_weight: Callable[[], torch.Tensor]) -> None:
+        """Keep the function that computes the gradient of `weight`, for the W of the backward pass that is running."""
         assert self._open is not None, "the backward pass of a split forward pass is split"
         self._open.append((weight, of_weight))
 
 
 class _SplitLinear(nn.Linear):
     split: WeightGradients
+    number: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return multiply(x, self.weight, self.bias, defer=self.split.taking(x, self.weight))
+        return _multiply(self, x, input_major=False)
 
 
 class _SplitConv1D(Conv1D):  # type: ignore[misc]
     split: WeightGradients
+    number: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return multiply(x, self.weight, self.bias, input_major=True, defer=self.split.taking(x, self.weight))
+        return _multiply(self, x, input_major=True)
+
+
+def _multiply(layer: _SplitLinear | _SplitConv1D, x: torch.Tensor, *, input_major: bool) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return multiply_in_graph(
+            x, layer.weight, layer.bias, input_major=input_major, split=layer.split, number=layer.number
+        )
+    defer = layer.split.taking(x, layer.weight)
+    return multiply(x, layer.weight, layer.bias, input_major=input_major, defer=defer)
 
 
 _SPLITTING: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _SplitLinear, Conv1D: _SplitConv1D}

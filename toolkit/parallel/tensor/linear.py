@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.parallel.linear_product import Defer, TakesGradients, multiply
+from toolkit.parallel.linear_product import Defer, multiply
 from toolkit.parallel.shard import Block, Shard, mark, pieces_of, source_of
+from toolkit.parallel.split_product import SplitsBackward, multiply_in_graph
 from toolkit.parallel.tensor import collectives as c
 from toolkit.parallel.tensor.region import Region
 
@@ -22,8 +23,10 @@ class ParallelLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    split: TakesGradients | None = None
+    split: SplitsBackward | None = None
     """What takes the weight's gradient in a split backward pass, where there are such passes."""
+    number: torch.Tensor | None = None
+    """The number by which the operations of a compiled layer look this one up, where there are such passes."""
 
     def __init__(self, whole: nn.Module, region: Region) -> None:
         super().__init__()
@@ -36,8 +39,12 @@ class ParallelLinear(nn.Module):
         setattr(self, key, mark(parameter, shard))
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        defer = None if torch.compiler.is_compiling() else self._defer(x)
-        return multiply(x, self.weight, bias, input_major=self.input_major, defer=defer)
+        input_major = self.input_major
+        if torch.compiler.is_compiling():
+            return multiply_in_graph(
+                x, self.weight, bias, input_major=input_major, split=self.split, number=self.number
+            )
+        return multiply(x, self.weight, bias, input_major=input_major, defer=self._defer(x))
 
     def _defer(self, x: torch.Tensor) -> Defer | None:
         for later in (self.split, self.region.later):
