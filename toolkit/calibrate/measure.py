@@ -1,7 +1,7 @@
 """All measurements of `dstk calibrate`, in the order in which one figure needs another."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
@@ -51,18 +51,38 @@ def calibrate(effort: Effort | None = None, say: Say = lambda _: None) -> Calibr
 
 
 def _of_cpu(effort: Effort, say: Say) -> Calibration:
+    """Measure a CPU: one rank first, then ranks beside each other, and last the engines, which need the rest."""
     keep_freed_memory()
     device = torch.device("cpu")
-    seconds = effort.seconds
     say("matrix products, attention, memory")
-    core: dict[str, Any] = {
+    calibration = _cpu_kernels(effort, device)
+    say("a decoder layer and the head")
+    assert calibration.core is not None
+    layer_rates = effort.layer.rates(calibration.of_ranks(1).gpu, 2 * effort.seconds)
+    calibration = _with(calibration, core=calibration.core.model_dump() | layer_rates)
+    if not effort.ranks:
+        return calibration
+    preload("gpt2")
+    say("links between ranks")
+    calibration = _with_cluster(calibration, _between_ranks(effort, device, cores=int(calibration.cluster["cores"])))
+    say("engines")
+    engine = engines.one_rank(calibration.of_ranks)
+    memory_rate = engine.pop("memory_bytes_per_second") / MEMORY_SHARE
+    calibration = _with(_with_cluster(calibration, engine), memory_bytes_per_second=memory_rate)
+    return _with_cluster(calibration, engines.two_ranks(calibration.of_ranks))
+
+
+def _cpu_kernels(effort: Effort, device: torch.device) -> Calibration:
+    """Measure what one rank reaches in single kernels; what needs a layer or several ranks is a guess."""
+    seconds = effort.seconds
+    core = {
         "products": {name: kernels.product_rates(effort.products, name, device, seconds) for name in kernels.DTYPES},
         "attention": {name: kernels.attention_rates(name, device, seconds) for name in kernels.DTYPES},
         "layer_bytes_per_second": (1e9, 1e9),
         "layer_seconds": (0.0, 0.0),
         "loss_bytes_per_second": (1e9, 1e9),
     }
-    calibration = Calibration.model_validate(
+    return Calibration.model_validate(
         {
             "format": 1,
             "gpu": CPU,
@@ -75,30 +95,24 @@ def _of_cpu(effort: Effort, say: Say) -> Calibration:
             "core": core,
         }
     )
-    say("a decoder layer and the head")
-    core |= effort.layer.rates(calibration.of_ranks(1).gpu, 2 * seconds)
-    calibration = _with(calibration, core=core)
-    if not effort.ranks:
-        return calibration
-    preload("gpt2")
-    say("links between ranks")
-    cluster = dict(calibration.cluster)
-    cluster |= run_ranks(partial(measure_links, 4 * seconds, device), 2)[0]
-    cores = int(cluster["cores"])
+
+
+def _between_ranks(effort: Effort, device: torch.device, *, cores: int) -> dict[str, float]:
+    """Measure the link between two ranks, and how much slower a rank computes while all `cores` do."""
+    facts: dict[str, float] = run_ranks(partial(measure_links, 4 * effort.seconds, device), 2)[0]
     hidden = effort.layer.hidden
-    size = (1, effort.layer.large[1])  # a call is shorter than a turn of the system's scheduler
-    alone = layer_times(hidden, size, 10 * seconds)
-    if cores > 1:
-        together = run_ranks(partial(measure_alongside, hidden, size, 10 * seconds), cores)
-        cluster["slowdown"] = max(1.0, fmean(together) / alone)
-    calibration = _with(calibration, cluster=cluster)
-    say("engines")
-    fixed = engines.one_rank(calibration.of_ranks)
-    memory_rate = fixed.pop("memory_bytes_per_second") / MEMORY_SHARE
-    cluster |= fixed
-    calibration = _with(calibration, memory_bytes_per_second=memory_rate, cluster=cluster)
-    cluster |= engines.two_ranks(calibration.of_ranks)
-    return _with(calibration, cluster=cluster)
+    _, positions = effort.layer.large
+    size = (1, positions)  # a call is shorter than a turn of the system's scheduler
+    alone = layer_times(hidden, size, 10 * effort.seconds)
+    if cores == 1:
+        return facts
+    together = run_ranks(partial(measure_alongside, hidden, size, 10 * effort.seconds), cores)
+    return facts | {"slowdown": max(1.0, fmean(together) / alone)}
+
+
+def _with_cluster(calibration: Calibration, facts: Mapping[str, float]) -> Calibration:
+    """Return the calibration with more measured facts of its cluster."""
+    return _with(calibration, cluster=dict(calibration.cluster) | dict(facts))
 
 
 def _with(calibration: Calibration, **fields: Any) -> Calibration:
