@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from toolkit.cli import option_of
 from toolkit.config.layout import Layout
@@ -49,12 +49,7 @@ class FrameworkSetup:
 
 def framework_setup(options: Mapping[str, Any], layout: Layout, hidden: int) -> FrameworkSetup | None:
     """The setup that the options name; None where it is this toolkit's own. Raises ConfigError or LayoutError."""
-    for name, others in _EXCLUDES.items():
-        for other in others:
-            agrees = name == options[other] == "deepspeed"  # the engine that --deepspeed FILE is for
-            if options[name] and options[other] and not agrees:
-                conflict = tuple((option_of(key), options[key]) for key in (name, other))
-                raise ConfigError.between(conflict, "the first already fixes that setting", _OMIT)
+    _check_exclusive(options)
     not_in_recipes = ["trainable", "chunked_loss"]
     if _has_own_8_bits(options):
         not_in_recipes.append("optimizer")
@@ -70,6 +65,16 @@ def framework_setup(options: Mapping[str, Any], layout: Layout, hidden: int) -> 
         reason = "this toolkit's recipes do not have it"
         raise ConfigError.of(option_of(decisive), options[decisive], reason, "add --trainer, or --engine ddp or fsdp")
     return _torch(options, layout) if decisive else None
+
+
+def _check_exclusive(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for two options that fix the same setting."""
+    for name, others in _EXCLUDES.items():
+        for other in others:
+            agrees = name == options[other] == "deepspeed"  # the engine that --deepspeed FILE is for
+            if options[name] and options[other] and not agrees:
+                conflict = ((option_of(name), options[name]), (option_of(other), options[other]))
+                raise ConfigError.between(conflict, "the first already fixes that setting", _OMIT)
 
 
 def _has_own_8_bits(options: Mapping[str, Any]) -> bool:
@@ -138,54 +143,84 @@ def _moments(options: Mapping[str, Any]) -> int:
     return {"sgd": 0, "lion": 1}.get(options["optimizer"], 2)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _UserConfig:
+    """The user's own DeepSpeed config, with what the Trainer fills in where it reads it."""
+
+    path: str
+    keys: Mapping[str, Any]
+    zero: Mapping[str, Any]
+    """The section zero_optimization; empty without one."""
+    settings: DeepSpeedSettings
+
+    @classmethod
+    def read(cls, path: str, *, for_trainer: bool, hidden: int, precision: str) -> Self:
+        """Read a config; with `for_trainer` its `auto` depends on the model's width and on the precision.
+
+        Raises ConfigError for a file that is no config, or whose `auto` nobody replaces.
+        """
+        try:
+            keys = read_json_object(expanded(path), follow=True)
+            if for_trainer:
+                keys = _as_trainer(keys, hidden, precision)
+            zero = dict(keys.get("zero_optimization") or {})
+            automatic = _autos(keys)
+            if automatic:
+                reason = f"{automatic[0]} is auto, which DeepSpeed does not replace"
+                raise ConfigError.of("--deepspeed", path, reason, "add --trainer")
+            return cls(path=path, keys=keys, zero=zero, settings=DeepSpeedSettings.from_config(keys))
+        except OSError as error:
+            raise ConfigError(f"{path}: {reason_of(error)}. Give a DeepSpeed config.") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{path}: {reason_of(error)}. `dstk lint {path}` names what is wrong.") from error
+
+    def count(self, key: str) -> int | None:
+        """A batch size; None where it is left out. Raises ConfigError where it is none."""
+        value = self.keys.get(key)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError.of(key, value, "it is not a number of samples", "write a whole number")
+        return value
+
+    @property
+    def left_to_defaults(self) -> list[str]:
+        """What takes memory by a default of DeepSpeed's, in words."""
+        settings = self.settings
+        defaults = []
+        has_dtype = settings.model_bytes == 4 or (self.keys.get("data_types") or {}).get("grad_accum_dtype")
+        if not has_dtype:
+            precision = _PRECISIONS[settings.accumulation_bytes]
+            defaults.append(f"gradients accumulate in {precision} (this toolkit's configs: fp32)")
+        for key, least_stage in _DEFAULTS.items():
+            if settings.zero_stage >= least_stage and key not in self.zero:
+                defaults.append(f"{key} {_default(settings, key)}")
+        return defaults
+
+
 def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> FrameworkSetup:
     """The user's own DeepSpeed config. What it does not say has DeepSpeed's defaults, not this toolkit's."""
     path = options["deepspeed"]
-    try:
-        config = read_json_object(expanded(path), follow=True)
-        zero = dict(config.get("zero_optimization") or {})
-        if options["trainer"]:
-            config = _as_trainer(config, zero, hidden, options["precision"] or "bf16")
-        automatic = _autos(config)
-        if automatic:
-            reason = f"{automatic[0]} is auto, which DeepSpeed does not replace"
-            raise ConfigError.of("--deepspeed", path, reason, "add --trainer")
-        settings = DeepSpeedSettings.from_config(config)
-    except OSError as error:
-        raise ConfigError(f"{path}: {reason_of(error)}. Give a DeepSpeed config.") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path}: {reason_of(error)}. `dstk lint {path}` names what is wrong.") from error
-    global_batch_size = _count(config, "train_batch_size")
-    micro = _count(config, "train_micro_batch_size_per_gpu")
-    if micro is None:
-        micro = _TRAINER_BATCH if options["trainer"] else 1
-    if "optimizer" not in config:
-        _check_optimizer(options["optimizer"], settings)
-        in_8_bits = options["optimizer"] == "adamw8bit"
-        counts = bool(options["trainer"]) and not in_8_bits
-        settings = replace(settings, moments=_moments(options), in_8_bits=in_8_bits, counts_in_tensors=counts)
-    elif options["optimizer"]:
-        raise ConfigError.of("--optimizer", options["optimizer"], f"{path} has an optimizer", _OMIT)
+    for_trainer = bool(options["trainer"])
+    config = _UserConfig.read(path, for_trainer=for_trainer, hidden=hidden, precision=options["precision"] or "bf16")
+    global_batch_size = config.count("train_batch_size")
+    micro_batch_size = config.count("train_micro_batch_size_per_gpu")
+    if micro_batch_size is None:
+        micro_batch_size = _TRAINER_BATCH if for_trainer else 1
+    settings = _with_optimizer(config, options)
     if layout.zero_stage not in (0, settings.zero_stage):
         reason = f"{path} says ZeRO stage {settings.zero_stage}"
         raise LayoutError.of("--layout", str(layout), reason, "leave z out of the layout")
-    gradients = f"gradients accumulate in {_PRECISIONS[settings.accumulation_bytes]} (this toolkit's configs: fp32)"
     precision = settings.precision if settings.autocast == "none" else settings.autocast
     if options["precision"] not in (None, precision):
         raise ConfigError.of("--precision", options["precision"], f"{path} says {precision}", _OMIT)
-    accumulation = _count(config, "gradient_accumulation_steps")
+    accumulation = config.count("gradient_accumulation_steps")
     if accumulation is None:
-        accumulation = max(1, (global_batch_size or micro) // (micro * layout.replicas))
-    has_dtype = settings.model_bytes == 4 or (config.get("data_types") or {}).get("grad_accum_dtype")
+        accumulation = max(1, (global_batch_size or micro_batch_size) // (micro_batch_size * layout.replicas))
     trainable = _trainable(options)
     if settings.model_bytes == 2:  # the engine casts the whole model, with its adapters
         trainable = replace(trainable, in_fp32=False)
-    defaults = [] if has_dtype else [gradients]
-    for key, least_stage in _DEFAULTS.items():
-        if settings.zero_stage >= least_stage and key not in zero:
-            defaults.append(f"{key} {_default(settings, key)}")
+    defaults = config.left_to_defaults
     return FrameworkSetup(
-        name="Trainer, DeepSpeed" if options["trainer"] else "DeepSpeed",
+        name="Trainer, DeepSpeed" if for_trainer else "DeepSpeed",
         framework=settings,
         precision=precision,
         computed={"loss_chunk": options["chunked_loss"] or 0, "trainable": trainable.text},
@@ -195,10 +230,26 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Frame
             "offload_optimizer": _device(settings.offload_optimizer, settings.nvme_optimizer),
             "offload_params": _device(settings.offload_params, settings.nvme_params),
         },
-        micro_batch_size=micro,
+        micro_batch_size=micro_batch_size,
         accumulation=accumulation,
         notes=(f"{path} leaves to DeepSpeed's defaults: {', '.join(defaults)}",) if defaults else (),
     )
+
+
+def _with_optimizer(config: _UserConfig, options: Mapping[str, Any]) -> DeepSpeedSettings:
+    """Return the settings with the optimizer of the script, where the config has none.
+
+    Raises ConfigError where both name one, or where DeepSpeed does not run the script's.
+    """
+    settings = config.settings
+    if "optimizer" not in config.keys:
+        _check_optimizer(options["optimizer"], settings)
+        in_8_bits = options["optimizer"] == "adamw8bit"
+        counts_in_tensors = bool(options["trainer"]) and not in_8_bits
+        return replace(settings, moments=_moments(options), in_8_bits=in_8_bits, counts_in_tensors=counts_in_tensors)
+    if options["optimizer"]:
+        raise ConfigError.of("--optimizer", options["optimizer"], f"{config.path} has an optimizer", _OMIT)
+    return settings
 
 
 def _device(is_offloaded: bool, to_nvme: bool) -> str:
@@ -216,28 +267,24 @@ def _check_optimizer(name: str | None, settings: DeepSpeedSettings) -> None:
         raise ConfigError.of("--optimizer", name, reason, "choose adamw")
 
 
-def _count(config: Mapping[str, Any], key: str) -> int | None:
-    """A batch size of the config. Raises ConfigError where it is none."""
-    value = config.get(key)
-    if value is not None and (not isinstance(value, int) or value < 1):
-        raise ConfigError.of(key, value, "it is not a number of samples", "write a whole number")
-    return value
-
-
 def _default(settings: DeepSpeedSettings, key: str) -> str:
     value = getattr(settings, key.removeprefix("stage3_"))
     return str(value).lower() if isinstance(value, bool) else f"{value:,}"
 
 
-def _as_trainer(config: dict[str, Any], zero: dict[str, Any], hidden: int, precision: str) -> dict[str, Any]:
+def _as_trainer(config: Mapping[str, Any], hidden: int, precision: str) -> dict[str, Any]:
     """Return the config as the Trainer fills in `auto` (transformers, integrations/deepspeed.py)."""
     sizes = {
         "reduce_bucket_size": hidden**2,
         "stage3_prefetch_bucket_size": int(0.9 * hidden**2),
         "stage3_param_persistence_threshold": 10 * hidden,
     }
-    zero |= {key: size for key, size in sizes.items() if zero.get(key) == "auto"}
-    filled = {key: value for key, value in config.items() if value != "auto"} | {"zero_optimization": zero}
+    zero = dict(config.get("zero_optimization") or {})
+    for key, size in sizes.items():
+        if zero.get(key) == "auto":
+            zero[key] = size
+    filled = {key: value for key, value in config.items() if value != "auto"}
+    filled["zero_optimization"] = zero
     for name in ("bf16", "fp16"):
         if (config.get(name) or {}).get("enabled") == "auto":
             filled[name] = {"enabled": name == precision}
