@@ -120,44 +120,35 @@ class MemoryQuery:
     def title_without(self, swept: Collection[str]) -> str:
         """Model, layout and batch on one line, without what the axes of a sweep vary."""
         setup = self.setup
-        layout = setup.layout
-        computation = setup.computation
+        parts = [self.name, self._ranks_without(swept), self.recipe.precision, *_sizes(setup, swept)]
+        if setup.accumulation > 1:
+            parts.append(f"accumulation {setup.accumulation}")
+        parts.append(setup.computation.attention)
+        if setup.layout.recompute != "none" and "recompute" not in swept:
+            parts.append(f"recompute {setup.layout.recompute}")
+        return ", ".join([*parts, *self._computation_words, *_layout_words(setup)])
+
+    def _ranks_without(self, swept: Collection[str]) -> str:
+        """Return the layout for a title, with the engine where that is not this toolkit's DeepSpeed."""
+        layout = self.layout
         ranks = f"dp{layout.dp}" if isinstance(self.framework, TorchStates) else str(layout)
         if "zero" in swept:
             ranks = ranks.removesuffix(f"-z{layout.zero_stage}")
-        if self.engine != "deepspeed":
-            ranks = f"{self.engine}, {ranks}"
-        parts = [self.name, ranks, self.recipe.precision, *_sizes(setup, swept)]
-        if setup.accumulation > 1:
-            parts.append(f"accumulation {setup.accumulation}")
-        parts.append(computation.attention)
-        if layout.recompute != "none" and "recompute" not in swept:
-            parts.append(f"recompute {layout.recompute}")
+        return ranks if self.engine == "deepspeed" else f"{self.engine}, {ranks}"
+
+    @property
+    def _computation_words(self) -> list[str]:
+        """What trains, and how the loss is computed, for a title."""
+        setup = self.setup
+        computation = setup.computation
+        words = []
         if computation.trainable:
-            parts.append(f"trainable {computation.trainable}")
+            words.append(f"trainable {computation.trainable}")
         if computation.loss_chunk:
-            parts.append(f"loss of {computation.loss_chunk} tokens at once")
+            words.append(f"loss of {computation.loss_chunk} tokens at once")
         if self.other_setup is None and not setup.chunked_loss:
-            parts.append("full logits")
-        if layout.sequence_parallel:
-            parts.append("sequence parallel")
-        if layout.experts == "inner":
-            parts.append("every expert sharded")
-        if computation.imbalance != 1:
-            parts.append(f"imbalance {computation.imbalance:g}")
-        places = {"cpu": "the host", "nvme": "NVMe"}
-        offloaded = [
-            f"{states} on {places[device]}"
-            for states, device in (("optimizer", layout.offload_optimizer), ("params", layout.offload_params))
-            if device != "none"
-        ]
-        if offloaded:
-            parts.append(" and ".join(offloaded))
-        if layout.offload_activations:
-            parts.append("activations on the host")
-        if layout.tiled_mlp:
-            parts.append("tiled MLPs")
-        return ", ".join(parts)
+            words.append("full logits")
+        return words
 
     def global_batch_size(self, micro_batch_size: int) -> int:
         """Samples of a step with another micro-batch and the same accumulation. Raises LayoutError for too many."""
@@ -209,6 +200,31 @@ class MemoryQuery:
     def largest_micro_batch(self) -> int | None:
         """Samples; None where no GPU is named."""
         return None if self.gpu is None else self.memory_request.largest_micro_batch()
+
+
+def _layout_words(setup: TrainingSetup) -> list[str]:
+    """Return what of a layout its name does not say, for a title."""
+    layout = setup.layout
+    words = []
+    if layout.sequence_parallel:
+        words.append("sequence parallel")
+    if layout.experts == "inner":
+        words.append("every expert sharded")
+    if setup.computation.imbalance != 1:
+        words.append(f"imbalance {setup.computation.imbalance:g}")
+    places = {"cpu": "the host", "nvme": "NVMe"}
+    offloaded = []
+    if layout.offload_optimizer != "none":
+        offloaded.append(f"optimizer on {places[layout.offload_optimizer]}")
+    if layout.offload_params != "none":
+        offloaded.append(f"params on {places[layout.offload_params]}")
+    if offloaded:
+        words.append(" and ".join(offloaded))
+    if layout.offload_activations:
+        words.append("activations on the host")
+    if layout.tiled_mlp:
+        words.append("tiled MLPs")
+    return words
 
 
 def _sizes(setup: TrainingSetup, swept: Collection[str]) -> list[str]:
@@ -264,19 +280,12 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
     name = _name_of(options["model"])
     model = ModelFacts.from_config(config)
     shape = model.shape
-    layout = parse_layout(options["layout"], world_size=options["world_size"])
-    other_setup = framework_setup(options, layout, shape.hidden)
-    chosen: dict[str, Any] = {name: "cpu" for name in ("offload_optimizer", "offload_params") if options[name]}
-    chosen |= {name: options[name] for name in ("recompute", "sequence_parallel") if options[name]}
-    chosen |= {} if other_setup is None else other_setup.layout
-    layout = replace(layout, **chosen)
+    named_layout = parse_layout(options["layout"], world_size=options["world_size"])
+    other_setup = framework_setup(options, named_layout, shape.hidden)
+    layout = _with_options(named_layout, options, other_setup)
     seq_len = options["seq"] or min(_SEQ_LEN, shape.positions or _SEQ_LEN)
     micro_batch_size = options["micro"] or (1 if other_setup is None else other_setup.micro_batch_size)
-    accumulation = options["accumulation"]
-    if accumulation is None and other_setup is not None:
-        accumulation = other_setup.accumulation
-    if accumulation is None:
-        accumulation = 4 * layout.pp
+    accumulation = _accumulation(layout, options, other_setup)
     _samples(micro_batch_size, accumulation, layout)
     imbalance = options["imbalance"] or 1.0
     model.check_options(name, seq_len=seq_len, imbalance=imbalance)
@@ -308,6 +317,23 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
         remarks=tuple(remarks),
         other_setup=other_setup,
     )
+
+
+def _with_options(layout: Layout, options: Mapping[str, Any], other_setup: FrameworkSetup | None) -> Layout:
+    """Return the layout with what its name does not say, of which another framework's setup has the last word."""
+    changes: dict[str, Any] = {name: "cpu" for name in ("offload_optimizer", "offload_params") if options[name]}
+    changes |= {name: options[name] for name in ("recompute", "sequence_parallel") if options[name]}
+    if other_setup is not None:
+        changes |= other_setup.layout
+    return replace(layout, **changes)
+
+
+def _accumulation(layout: Layout, options: Mapping[str, Any], other_setup: FrameworkSetup | None) -> int:
+    """Return the micro-batches of a step: as asked for, another framework's, or four for each pipeline stage."""
+    accumulation: int | None = options["accumulation"]
+    if accumulation is None and other_setup is not None:
+        accumulation = other_setup.accumulation
+    return 4 * layout.pp if accumulation is None else accumulation
 
 
 def _samples(micro_batch_size: int, accumulation: int, layout: Layout) -> int:
