@@ -14,7 +14,7 @@ from typing import Any, get_args
 import click
 
 from toolkit.cli import guess_note
-from toolkit.cli.config_options import add_options, flag_overrides, is_guess, job_of
+from toolkit.cli.config_options import add_options, flag_overrides, is_guess, query_of
 from toolkit.config.gallery import find_recipe
 from toolkit.config.recipe import Recipe
 from toolkit.dsconfig.build import ConfigJob
@@ -76,40 +76,35 @@ def command(
     """
     path, overrides = _split(arguments, recipe)
     path = path and str(find_recipe(path))
-    asked = flags["layout"]
-    job = job_of(path, overrides, flags)
-    is_planned = flags["layout"] != asked
+    query = query_of(path, overrides, flags)
+    job = query.job
+    flags = query.flags
     is_elastic = flags["min_nodes"] is not None
     if is_elastic:
         job = replace(job, options=replace(job.options, buckets=None))  # those of one layout
-        _check_elastic(flags["min_nodes"], launcher, script, job, is_planned=is_planned)
-    elif is_planned:  # overrides would replace the plan
-        overrides = tuple(
-            override for override in overrides if not re.match(r"parallel\b|batch\.micro_batch_size=", override)
-        )
+        _check_elastic(flags["min_nodes"], launcher, script, job, is_planned=query.is_planned)
+    elif query.is_planned:
+        overrides = _without_layout(overrides)
     _check_flags(kind, launcher, explain=explain, output=output, hosts=flags["hosts"], job=job)
+    settings: list[str] = []
     train: list[str] = []
-    where = ["--layout", flags["layout"]] if flags["layout"] and not is_elastic else []
     if path is not None:
-        recipe = os.path.abspath(path) if output is None else beside(Path(path).name)
-        train = [*TRAIN, "--config", recipe, *where, *overrides, *flag_overrides(flags), *_located_data(job.recipe)]
+        layout = ["--layout", flags["layout"]] if flags["layout"] and not is_elastic else []
+        settings = [*layout, *overrides, *flag_overrides(flags)]
+        train = _train_command(job, path, settings, output)
         if is_elastic:
             train += ["--resume", "auto"]
             train += [] if job.recipe.run_dir else [f"run_dir=runs/{flags['run_name']}"]
-    text = None
     launch = _launch(job, _program(job, script, kind, train), kind, flags, output)
+    launch_text = None
     if launcher is not None:
-        settings = [*where, *overrides, *flag_overrides(flags)] if path is not None else []
-        text = _launch_file(launcher, launch, path, script, settings, flags)
+        launch_text = _launch_file(launcher, launch, path, script, settings, flags)
     if explain:
         _print_table(_config(job, kind), job)
     elif output is not None:
-        _write(output, job, path, kind, launch, launcher, text)
-    elif text is not None:
-        click.echo(text, nl=False)
-        if named := set(re.findall(r'"\$here"/(\S+\.(?:json|yaml))', text)):
-            files = " and ".join(sorted(named))
-            click.echo(f"note: it reads {files} beside itself; --output DIR writes script and files.", err=True)
+        _write(output, _files(job, path, kind, launch, launcher, launch_text))
+    elif launch_text is not None:
+        _print_launch_file(launch_text)
     elif kind == "accelerate":
         click.echo(launch.accelerate_yaml(_PREPARED), nl=False)
     else:
@@ -117,6 +112,29 @@ def command(
     guess = guess_note(job.layout.world_size) if is_guess(job, flags) else None
     for note in filter(None, (guess, variant_note(flags["gpu"]))):
         click.echo(f"note: {note}", err=True)
+
+
+def _without_layout(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the overrides that do not replace what was planned."""
+    return tuple(override for override in overrides if not re.match(r"parallel\b|batch\.micro_batch_size=", override))
+
+
+def _train_command(job: ConfigJob, path: str, settings: list[str], output: Path | None) -> list[str]:
+    """Return the words that start this toolkit's program with a recipe, a layout and overrides.
+
+    With an `output` directory the recipe is copied there, beside the script.
+    """
+    recipe = os.path.abspath(path) if output is None else beside(Path(path).name)
+    return [*TRAIN, "--config", recipe, *settings, *_located_data(job.recipe)]
+
+
+def _print_launch_file(text: str) -> None:
+    """Print what starts the job, and name the files that it needs."""
+    click.echo(text, nl=False)
+    names = set(re.findall(r'"\$here"/(\S+\.(?:json|yaml))', text))
+    if names:
+        files = " and ".join(sorted(names))
+        click.echo(f"note: it reads {files} beside itself; --output DIR writes script and files.", err=True)
 
 
 def _split(arguments: tuple[str, ...], recipe: str | None) -> tuple[str | None, tuple[str, ...]]:
@@ -187,9 +205,14 @@ def _changes_json(job: ConfigJob) -> bool:
 
 
 def _launch_file(
-    launcher: LaunchFile, launch: Launch, path: str | None, script: str | None, given: list[str], flags: dict[str, Any]
+    launcher: LaunchFile,
+    launch: Launch,
+    path: str | None,
+    script: str | None,
+    settings: list[str],
+    flags: dict[str, Any],
 ) -> str:
-    """Return the text of what starts the job. `given`: the layout and the overrides of its recipe."""
+    """Return the text of what starts the job. `settings`: the layout and the overrides of its recipe."""
     if launcher == "hostfile":
         return launch.hostfile()
     if launcher != "k8s" and launcher != "skypilot":
@@ -210,7 +233,7 @@ def _launch_file(
         image=flags["image"],
         volume=flags["volume"],
         files=files,
-        arguments=given,
+        arguments=settings,
         deepspeed_config=_JSON if _JSON in files else None,
         gpu=flags["gpu"],
         cpus_per_gpu=launch.cpus_per_gpu,
@@ -276,25 +299,26 @@ def _config(job: ConfigJob, kind: str) -> dict[str, Any]:
 
 
 def _notes(job: ConfigJob) -> Iterator[str]:
+    precision = job.recipe.precision
     if "optimizer" not in job.config:
         yield "there is no optimizer section: the program passes its own to deepspeed.initialize."
     if job.options.optimizer == "muon" and job.layout.zero_stage and job.recipe.train.grad_clip:
         yield "gradient_clipping is 0: under ZeRO, DeepSpeed would clip Muon's updates instead of the gradient."
-    if job.config.get("communication_data_type") == "fp32" and (half := job.recipe.precision) != "fp32":
-        yield f"fp32 doubles the bytes of the gradients' reduction; --communication-dtype {half} halves them."
+    if job.config.get("communication_data_type") == "fp32" and precision != "fp32":
+        yield f"fp32 doubles the bytes of the gradients' reduction; --communication-dtype {precision} halves them."
     if "aio" in job.config:
         yield f"ds_nvme_tune --nvme_dir {job.recipe.parallel.nvme_path} measures the aio values that suit this drive."
 
 
-def _write(
-    folder: Path,
+def _files(
     job: ConfigJob,
     path: str | None,
     kind: str,
     launch: Launch,
     launcher: LaunchFile | None,
-    text: str | None,
-) -> None:
+    launch_text: str | None,
+) -> dict[str, str]:
+    """Return the text of every file of the job, by name."""
     from toolkit.dsconfig.trainer import accelerate_config
 
     files: dict[str, str] = {}
@@ -305,15 +329,23 @@ def _write(
         files[_PREPARED] = json.dumps(accelerate_config(job), indent=2) + "\n"
     if kind in ("hf-trainer", "all"):
         files[_TRAINER] = json.dumps(_config(job, "hf-trainer"), indent=2) + "\n"
-    if launcher is not None and text is not None:
-        files[_LAUNCH_FILES.get(launcher, "launch.sh")] = text
-        if launcher == "deepspeed" and job.nodes > 1:
-            files["hostfile"] = launch.hostfile()
-        if launcher not in _CONTAINERS and path is not None and beside(recipe := Path(path).name) in launch.program:
-            if recipe in files:
-                raise ConfigError(f"{path}: a file of this name is written beside its copy. Rename the recipe.")
-            if os.path.abspath(path) != os.path.join(launch.folder, recipe):
-                files[recipe] = Path(path).read_text(encoding="utf-8")
+    if launcher is None or launch_text is None:
+        return files
+    files[_LAUNCH_FILES.get(launcher, "launch.sh")] = launch_text
+    if launcher == "deepspeed" and job.nodes > 1:
+        files["hostfile"] = launch.hostfile()
+    if launcher not in _CONTAINERS and path is not None:
+        recipe = Path(path).name
+        is_read = beside(recipe) in launch.program
+        if is_read and recipe in files:
+            raise ConfigError(f"{path}: a file of this name is written beside its copy. Rename the recipe.")
+        if is_read and os.path.abspath(path) != os.path.join(launch.folder, recipe):
+            files[recipe] = Path(path).read_text(encoding="utf-8")
+    return files
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    """Write files into a directory, scripts as executables, and print their paths."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -339,9 +371,11 @@ def _print_table(config: dict[str, Any], job: ConfigJob) -> None:
         table.add_column(name, overflow="fold", style=style)
     table.add_column("what it does, and why it has this value", overflow="fold", ratio=1)
     for row in explain(config, job):
-        same = row.value == row.default and isinstance(row.value, bool) == isinstance(row.default, bool)
-        why = Text(f"{row.purpose} ").append(f"{row.why[0].upper()}{row.why[1:]}.", style="cyan")
-        table.add_row(row.path, Text(_shown(row.value), style="" if same else "bold"), _shown(row.default), why)
+        is_default = row.value == row.default and isinstance(row.value, bool) == isinstance(row.default, bool)
+        value = Text(_shown(row.value), style="" if is_default else "bold")
+        reason = f"{row.why[0].upper()}{row.why[1:]}."
+        description = Text(f"{row.purpose} ").append(reason, style="cyan")
+        table.add_row(row.path, value, _shown(row.default), description)
     console = table_console()
     console.print(table)
     note = "defaults of DeepSpeed 0.19.8; bold where they differ."

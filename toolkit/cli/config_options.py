@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -129,11 +129,21 @@ _SAME_NAMES = (
 """Flags that are fields of ConfigOptions."""
 
 
-def job_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> ConfigJob:
+@dataclass(frozen=True, kw_only=True)
+class ConfigQuery:
+    """The job that a command line describes, and its flags as the program that starts the job has to give them."""
+
+    job: ConfigJob
+    flags: Flags
+    """The flags, with a layout that was planned and a global batch that was rounded in their places."""
+    is_planned: bool
+    """Whether the layout is not the one that the command line names."""
+
+
+def query_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> ConfigQuery:
     """Build the job that the command line describes. Raises a ToolkitError if it is not possible."""
-    nodes = flags["nodes"]
-    per_node = flags["gpus_per_node"]
-    world_size = _world_size(flags["world_size"], nodes, per_node)
+    world_size = _world_size(flags["world_size"], flags["nodes"], flags["gpus_per_node"])
+    chosen: Flags = {}
     if recipe is None:
         loaded = _recipe_from_flags(flags, _layout_fields(flags) | _fields(flags))
     else:
@@ -141,32 +151,42 @@ def job_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> Conf
         rounds = flags["micro"] is not None and flags["global_batch"] is None
         loaded, note = load_rounded(recipe, all_overrides, world_size=world_size, rounds=rounds, layout=flags["layout"])
         if note is not None:  # what starts the run has to say so too
-            flags["global_batch"] = loaded.batch.global_batch_size
+            chosen["global_batch"] = loaded.batch.global_batch_size
             click.echo(f"note: {note}", err=True)
     if loaded.parallel.is_planned:
         loaded = explicit(loaded, world_size, "cpu" if flags["device"] == "cpu" else flags["gpu"])
-        flags["layout"] = strategy_text(loaded.layout(world_size or 1), loaded.batch.micro_batch_size or 1)
-    if loaded.train.engine != "deepspeed":
-        reason = "this engine takes no DeepSpeed config"
-        raise ConfigError.of("train.engine", loaded.train.engine, reason, ("train.engine", "deepspeed"))
-    section = loaded.parallel
-    ranks = world_size or loaded.world_size or section.least_ranks
-    layout = loaded.layout(ranks)
-    job = ConfigJob(
-        recipe=loaded,
-        layout=layout,
-        batch=loaded.resolve_batch(layout),
-        shape=shape_of(loaded.model.name_or_path, loaded.model.overrides) if layout.offload_params == "nvme" else None,
-        nodes=nodes or (ranks // per_node if per_node and ranks % per_node == 0 else 1),
-        device=flags["device"],
-        options=_options(flags, loaded, layout, gpus_per_node=per_node or ranks // (nodes or 1)),
-    )
+        chosen["layout"] = strategy_text(loaded.layout(world_size or 1), loaded.batch.micro_batch_size or 1)
+    job = _job(loaded, flags, world_size)
     try:
-        check(job.options, loaded, layout, nodes=job.nodes)
+        check(job.options, loaded, job.layout, nodes=job.nodes)
     except ConfigError as error:
         refusals = error.refusals
         raise ConfigError((refusal.render(_spell_option, verb="use") for refusal in refusals), refusals) from None
-    return job
+    is_planned = chosen.get("layout", flags["layout"]) != flags["layout"]
+    return ConfigQuery(job=job, flags=flags | chosen, is_planned=is_planned)
+
+
+def _job(recipe: Recipe, flags: Flags, world_size: int | None) -> ConfigJob:
+    """Build the job of a recipe on the ranks that the flags name, or else on those that it needs."""
+    if recipe.train.engine != "deepspeed":
+        reason = "this engine takes no DeepSpeed config"
+        raise ConfigError.of("train.engine", recipe.train.engine, reason, ("train.engine", "deepspeed"))
+    nodes = flags["nodes"]
+    per_node = flags["gpus_per_node"]
+    ranks = world_size or recipe.world_size or recipe.parallel.least_ranks
+    layout = recipe.layout(ranks)
+    shape = None
+    if layout.offload_params == "nvme":
+        shape = shape_of(recipe.model.name_or_path, recipe.model.overrides)
+    return ConfigJob(
+        recipe=recipe,
+        layout=layout,
+        batch=recipe.resolve_batch(layout),
+        shape=shape,
+        nodes=nodes or (ranks // per_node if per_node and ranks % per_node == 0 else 1),
+        device=flags["device"],
+        options=_options(flags, recipe, layout, gpus_per_node=per_node or ranks // (nodes or 1)),
+    )
 
 
 def _spell_option(field: str, value: Any) -> str:
@@ -244,13 +264,13 @@ def _other_optimizer(flags: Flags) -> str | None:
 def _options(flags: Flags, recipe: Recipe, layout: Layout, *, gpus_per_node: int) -> ConfigOptions:
     """Return the options. Only bucket sizes for a link follow from the shape of the model."""
     buckets: Buckets | None = None
-    model = (recipe.model.name_or_path, recipe.model.overrides)
     if flags["gpu"] is not None:
         network = flags["network_gbit"] * 1e9 / 8
         link = link_of(gpu(flags["gpu"]), layout, gpus_per_node=gpus_per_node, network_bytes_per_second=network)
+        shape = shape_of(recipe.model.name_or_path, recipe.model.overrides)
         gradient_bytes = 4 if flags["communication_dtype"] == "fp32" else 2
         parameter_bytes = 4 if recipe.precision == "fp32" else 2
-        buckets = derive(shape_of(*model), layout, link, gradient_bytes=gradient_bytes, parameter_bytes=parameter_bytes)
+        buckets = derive(shape, layout, link, gradient_bytes=gradient_bytes, parameter_bytes=parameter_bytes)
     return ConfigOptions(
         buckets=buckets,
         gradient_dtype=flags["grad_accum_dtype"],
