@@ -1,6 +1,6 @@
 """`dstk plan`: the fastest layout that fits, predicted from the model's config.json."""
 
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -9,6 +9,10 @@ from toolkit.cli.json_output import json_option, print_json
 from toolkit.config.layout import Recompute
 from toolkit.errors import LayoutError
 from toolkit.files import expanded
+
+if TYPE_CHECKING:
+    from toolkit.planner.costs import Cost
+    from toolkit.planner.request import Plan, PlanRequest
 
 _TOKENS = FiniteRange(min=0, max=1e18, min_open=True)
 """Thousands of times what any model was trained on."""
@@ -100,59 +104,79 @@ def command(as_json: bool, **options: Any) -> None:
     dstk plan --recipe llama-3.1-8b-dpo --gpus 16xH100
     """
     from toolkit.cli.plan.options import plan_of, request_of
-    from toolkit.cli.plan.report import check_report, write_report
-    from toolkit.cli.plan.table import nothing_fits, print_plans, print_why, to_json
-    from toolkit.planner.costs import cost_of
-    from toolkit.planner.search import nearest_that_fits, search
+    from toolkit.cli.plan.table import print_plans, print_why, to_json
 
-    _check_complete(options)
-    if as_json and options["why"] is not None:
-        both = (("--json", None), ("--why", options["why"]))
-        raise LayoutError.between(both, "the reasons are text", "leave one of them out")
-    tokens = options["tokens"]
-    if options["report"] is not None:
-        check_report(options)
-    if options["write"] is not None:
-        from toolkit.cli.plan.write import check_write, write_plan  # and with it YAML
-
-        check_write(options)
-    elif options["overwrite"]:
-        raise LayoutError.of("--overwrite", None, "nothing is written", "give --write DIR")
+    _check_options(as_json, options)
     request = request_of(options)
-    layout = options["layout"]
-    if layout is None:
-        _only_with_layout(options)
-        result = search(request, goal=options["goal"], top=options["top"])
-        plans = result.plans
-        if not plans and options["why"] is None:
-            raise LayoutError(nothing_fits(request, result.candidates, nearest_that_fits(request)))
-    else:
-        plans = [plan_of(request, layout, options)]
-        refusal = request.refusal(plans[0].layout) if options["framework"] == "toolkit" else None
-        if refusal is not None and options["write"] is not None:
-            raise LayoutError(refusal)
-        if refusal is not None:
-            click.echo(f"note: training refuses it: {refusal.render()}", err=True)
+    plans = _plans(request, options)
     if options["why"] is not None:
         print_why(request, plan_of(request, options["why"], options), plans[0] if plans else None)
         return
-    costs = [
-        None
-        if tokens is None
-        else cost_of(plan.step, request.gpu, tokens, price=options["price"], carbon=options["carbon"])
-        for plan in plans
-    ]
+    costs = [_cost(plan, request, options) for plan in plans]
     if as_json:
         rows = [to_json(plan, cost) for plan, cost in zip(plans, costs, strict=True)]
         print_json({"plans": rows})
     else:
         print_plans(request, plans, costs)
     if options["report"] is not None:
+        from toolkit.cli.plan.report import write_report
+
         page = write_report(request, options, plans, costs[0])
         click.echo(f"report  {page}", err=as_json)
     if options["write"] is not None:
+        from toolkit.cli.plan.write import write_plan  # and with it YAML
+
         for path in write_plan(request, plans[0], expanded(options["write"])):
             click.echo(path, err=as_json)
+
+
+def _plans(request: "PlanRequest", options: dict[str, Any]) -> list["Plan"]:
+    """Plan the one layout that --layout names, or search. Raises LayoutError where nothing fits, but for --why."""
+    from toolkit.cli.plan.options import plan_of
+    from toolkit.cli.plan.table import nothing_fits
+    from toolkit.planner.search import nearest_that_fits, search
+
+    if options["layout"] is None:
+        _only_with_layout(options)
+        result = search(request, goal=options["goal"], top=options["top"])
+        if not result.plans and options["why"] is None:
+            raise LayoutError(nothing_fits(request, result.candidates, nearest_that_fits(request)))
+        return result.plans
+    plan = plan_of(request, options["layout"], options)
+    refusal = request.refusal(plan.layout) if options["framework"] == "toolkit" else None
+    if refusal is not None and options["write"] is not None:
+        raise LayoutError(refusal)
+    if refusal is not None:
+        click.echo(f"note: training refuses it: {refusal.render()}", err=True)
+    return [plan]
+
+
+def _cost(plan: "Plan", request: "PlanRequest", options: dict[str, Any]) -> "Cost | None":
+    """Return what training on --tokens costs; None without that option."""
+    from toolkit.planner.costs import cost_of
+
+    tokens = options["tokens"]
+    if tokens is None:
+        return None
+    return cost_of(plan.step, request.gpu, tokens, price=options["price"], carbon=options["carbon"])
+
+
+def _check_options(as_json: bool, options: dict[str, Any]) -> None:
+    """Refuse options that do not go together, and files that cannot be written, before anything is planned."""
+    _check_complete(options)
+    if as_json and options["why"] is not None:
+        both = (("--json", None), ("--why", options["why"]))
+        raise LayoutError.between(both, "the reasons are text", "leave one of them out")
+    if options["report"] is not None:
+        from toolkit.cli.plan.report import check_report
+
+        check_report(options)
+    if options["write"] is not None:
+        from toolkit.cli.plan.write import check_write  # and with it YAML
+
+        check_write(options)
+    elif options["overwrite"]:
+        raise LayoutError.of("--overwrite", None, "nothing is written", "give --write DIR")
 
 
 def _check_complete(options: dict[str, Any]) -> None:
