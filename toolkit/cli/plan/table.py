@@ -51,18 +51,27 @@ def print_plans(request: PlanRequest, plans: Sequence[Plan], costs: Sequence[Cos
     console.print(table)
     for plan, cost in zip(plans, costs, strict=True):
         if cost is not None:
-            money = "" if cost.usd is None else f", {cost.usd:,.0f} USD"
-            co2 = "" if cost.kg_co2 is None else f", {cost.kg_co2 / 1000:,.1f} t CO2"
-            energy = "" if cost.kwh is None else f", {cost.kwh:,.0f} kWh{co2} at most"
-            gpus = "" if plan.step.gpus == request.gpus else f" on {plan.step.gpus} GPUs"
-            console.print(f"{plan.strategy}{gpus}: {cost.days:.1f} days{money}{energy}", soft_wrap=True)
+            console.print(_cost_line(request, plan, cost), soft_wrap=True)
     if plans[0].reference_seconds:
         console.print(_reference_pass(plans[0]), soft_wrap=True)
     if any(not plan.fits for plan in plans):
-        room = (
-            f"{request.gpu.memory_bytes / _GIB:.1f} GiB, and {format_bytes(request.cluster.host_memory_bytes)} a host"
-        )
-        console.print(f"! does not fit surely into {room}", soft_wrap=True)
+        gpu_memory = f"{request.gpu.memory_bytes / _GIB:.1f} GiB"
+        host_memory = f"{format_bytes(request.cluster.host_memory_bytes)} a host"
+        console.print(f"! does not fit surely into {gpu_memory}, and {host_memory}", soft_wrap=True)
+
+
+def _cost_line(request: PlanRequest, plan: Plan, cost: Cost) -> str:
+    """Say how long a plan trains, and as far as it is known for what money, energy and CO2."""
+    gpus = "" if plan.step.gpus == request.gpus else f" on {plan.step.gpus} GPUs"
+    line = f"{plan.strategy}{gpus}: {cost.days:.1f} days"
+    if cost.usd is not None:
+        line += f", {cost.usd:,.0f} USD"
+    if cost.kwh is not None:
+        line += f", {cost.kwh:,.0f} kWh"
+        if cost.kg_co2 is not None:
+            line += f", {cost.kg_co2 / 1000:,.1f} t CO2"
+        line += " at most"
+    return line
 
 
 def _reference_pass(plan: Plan) -> str:
@@ -112,11 +121,7 @@ def print_why(request: PlanRequest, plan: Plan, best: Plan | None) -> None:
         held = f"{plan.strategy} keeps {format_bytes(plan.host_bytes)} of a host's {format_bytes(plan.host_room)}"
         console.print(f"{held}.", soft_wrap=True)
     if not plan.memory.fits:
-        memory = plan.memory
-        needs = f"{plan.strategy} needs {memory.total / _GIB:.1f} GiB of {request.gpu.memory_bytes / _GIB:.1f}"
-        parts = sorted(_PARTS, key=lambda part: -getattr(memory, part))[:3]
-        shown = ", ".join(f"{part.replace('_total', '')} {getattr(memory, part) / _GIB:.1f}" for part in parts)
-        console.print(f"{needs}: {shown}.", soft_wrap=True)
+        console.print(_memory_sentence(request, plan), soft_wrap=True)
     if plan.layout.pp > 1 and request.execution.framework == "toolkit":
         console.print(f"Schedules of {plan.strategy}: {compared(schedule_plans(request, plan))}.", soft_wrap=True)
     if best is None:
@@ -124,17 +129,39 @@ def print_why(request: PlanRequest, plan: Plan, best: Plan | None) -> None:
     if best.strategy == plan.strategy:
         console.print(f"{plan.strategy} is the first choice.", soft_wrap=True)
         return
+    differences = _differing_terms(plan, best)
+    end = "" if differences else f" no term differs by more than {100 * _LEAST:.0f} %"
+    console.print(f"{_times_sentence(plan, best)}:{end}", soft_wrap=True)
+    for name, seconds in differences.items():
+        console.print(f"  {name:10} {seconds:+.3g} s")
+
+
+def _memory_sentence(request: PlanRequest, plan: Plan) -> str:
+    """Say how much memory a plan needs, and its three largest parts."""
+    memory = plan.memory
+    needs = f"{plan.strategy} needs {memory.total / _GIB:.1f} GiB of {request.gpu.memory_bytes / _GIB:.1f}"
+    largest = sorted(_PARTS, key=lambda part: -getattr(memory, part))[:3]
+    parts = ", ".join(f"{part.replace('_total', '')} {getattr(memory, part) / _GIB:.1f}" for part in largest)
+    return f"{needs}: {parts}."
+
+
+def _times_sentence(plan: Plan, best: Plan) -> str:
+    """Compare the steps of a plan and of the first choice."""
     ratio = plan.step.seconds / best.step.seconds
     pace = f"takes {ratio:.2f} times as long as" if ratio >= 1 else "would be faster than"
-    differences = {name: plan.step.terms[name] - best.step.terms[name] for name in TERMS}
-    largest_first = sorted(differences.items(), key=lambda term: -abs(term[1]))
-    listed = [(name, seconds) for name, seconds in largest_first if abs(seconds) > _LEAST * best.step.seconds]
-    end = "" if listed else f" no term differs by more than {100 * _LEAST:.0f} %"
-    comparison = f"{plan.strategy} {pace} {best.strategy}"
     times = f"{plan.step.seconds:.3g} s against {best.step.seconds:.3g} s"
-    console.print(f"{comparison}, {times}:{end}", soft_wrap=True)
-    for name, seconds in listed:
-        console.print(f"  {name:10} {seconds:+.3g} s")
+    return f"{plan.strategy} {pace} {best.strategy}, {times}"
+
+
+def _differing_terms(plan: Plan, best: Plan) -> dict[str, float]:
+    """Return the seconds by which the terms of a step exceed those of the first choice, the largest differences first.
+
+    Differences of less than a hundredth of the first choice's step are left out.
+    """
+    differences = {name: plan.step.terms[name] - best.step.terms[name] for name in TERMS}
+    largest_first = sorted(TERMS, key=lambda name: -abs(differences[name]))
+    least = _LEAST * best.step.seconds
+    return {name: differences[name] for name in largest_first if abs(differences[name]) > least}
 
 
 def to_json(plan: Plan, cost: Cost | None = None) -> dict[str, Any]:
