@@ -111,18 +111,9 @@ class PlanRequest:
 
         Raises ModelError for a model whose steps are not modeled, and LayoutError for one that the options do not suit.
         """
-        family = str(config.get("model_type"))
         model = ModelFacts.from_config(config)
-        shape = model.shape
-        is_read = family in CONFIG_SCHEMAS or "text_config" in config
-        if not is_read and not has_these_flops(shape, model.parameters, seq_len):
-            reason = "the time model knows decoders with attention and an MLP or experts, and its layers have others"
-            raise ModelError.of("--model", name, reason, "estimate its memory with dstk memory")
-        execution = fields.get("execution", Execution())
-        if not shape.gated and "plain" not in execution.facts["activation"]:
-            settings = (("--framework", execution.framework), ("--model", name))
-            reason = "its profile has no MLPs without a gate"
-            raise LayoutError.between(settings, reason, "choose another framework")
+        _check_is_modeled(name, config, model, seq_len=seq_len)
+        _check_profile(fields.get("execution", Execution()), name, model)
         model.check_options(name, seq_len=seq_len, imbalance=imbalance)
         recipe = base
         if recipe is None:
@@ -324,6 +315,21 @@ class PlanRequest:
         if refusal is not None:
             raise LayoutError(refusal)
         return layout, strategy.micro_batch_size
+
+
+def _check_is_modeled(name: str, config: Mapping[str, Any], model: ModelFacts, *, seq_len: int) -> None:
+    """Raise ModelError for a model whose layers the time model does not know."""
+    is_read = str(config.get("model_type")) in CONFIG_SCHEMAS or "text_config" in config
+    if not is_read and not has_these_flops(model.shape, model.parameters, seq_len):
+        reason = "the time model knows decoders with attention and an MLP or experts, and its layers have others"
+        raise ModelError.of("--model", name, reason, "estimate its memory with dstk memory")
+
+
+def _check_profile(execution: Execution, name: str, model: ModelFacts) -> None:
+    """Raise LayoutError for a framework whose profile does not have the model's kind of MLP."""
+    if not model.shape.gated and "plain" not in execution.facts["activation"]:
+        settings = (("--framework", execution.framework), ("--model", name))
+        raise LayoutError.between(settings, "its profile has no MLPs without a gate", "choose another framework")
 
 
 def request_for(
