@@ -37,8 +37,8 @@ FlashAttention (Dao et al. 2022) and FlashAttention-2 (Dao 2023, figures 5 to 7:
 (Shah et al. 2024, figures 5 and 6: on an H100, with cuDNN's). FlexAttention reaches 90 and 85 % of FlashAttention-2
 (PyTorch's blog, "FlexAttention: The Flexibility of PyTorch with the Performance of FlashAttention")."""
 _BEFORE_HOPPER = 400e12
-"""FlashAttention-2 uses no instructions of Hopper: on later GPUs its rate is about 0.35 of the peak (FlashAttention-3,
-figure 5)."""
+"""16-bit peak FLOP/s that no GPU before Hopper has. FlashAttention-2 uses no instructions of Hopper: from there on its
+rate is about 0.35 of the peak (FlashAttention-3, figure 5)."""
 _OLD_KERNEL = 0.58
 """Share of their rate that kernels without instructions of Hopper reach from Hopper on."""
 _OLD_KERNELS = ("flash1", "flash2", "flex")
@@ -64,11 +64,13 @@ _SCORE_BYTES = {
 masked, summed, subtracted, exponentiated and converted forward; the first three, the exponential and the derivative
 backward (toolkit/parallel/context/kernels.py)."""
 TILE = 512
-"""Queries of a tile of theirs in a layer with a window: it sees as many keys more than its window has."""
+"""Queries of one tile of context parallelism's attention in a layer with a window: it sees the keys of a window, and
+as many more as it has queries."""
 _SCORE_DROPOUT_BYTES = PassPair(5, 5)
 """Bytes moved per score by dropout."""
 _ROUTER_BYTES = PassPair(24, 24)
 """Bytes moved per router logit, in fp32: softmax, choice and normalization forward; the same backward."""
+_FP32_BYTES = 4
 _ROUTING_KERNELS = PassPair(16, 20)
 """Kernels of a layer's routing."""
 _ELEMENTWISE_KERNELS = PassPair(10, 14)
@@ -165,13 +167,16 @@ def tiled_mlp_seconds(
     written (toolkit/model_init/tiled_mlp.py).
     """
     products = mlp_products(shape, work)
+    weights = sum(n * k for _, n, k in products)
     tiles = -(-work.tokens // shape.hidden)
-    share = 1.0 if trained is None else trained.share
-    summed = share * tiles * sum(n * k for _, n, k in products) * (8 + execution.activation_bytes)
-    moved = work.tokens * shape.ffn / work.tp * execution.activation_bytes / 2
-    moved *= _activation_bytes(shape, execution.facts).forward
+    trained_share = 1.0 if trained is None else trained.share
+    summed_bytes = trained_share * tiles * weights * (2 * _FP32_BYTES + execution.activation_bytes)
+    # The constants count bytes of 16-bit activations.
+    activated_bytes = work.tokens * shape.ffn / work.tp * execution.activation_bytes / 2
+    activated_bytes *= _activation_bytes(shape, execution.facts).forward
     again = sum(matmul_seconds(gpu, m, n, k, execution.unit) for m, n, k in products)
-    return again + stream_seconds(gpu, moved, tiles) + stream_seconds(gpu, summed, tiles * len(products))
+    again += stream_seconds(gpu, activated_bytes, tiles)
+    return again + stream_seconds(gpu, summed_bytes, tiles * len(products))
 
 
 def expert_share(shape: ModelShape) -> float:
