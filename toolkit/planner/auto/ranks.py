@@ -15,6 +15,8 @@ UNKNOWN_GPU = "A100-PCIe-40GB"
 is decided by the unknown GPU's own memory."""
 _OF_ONE_MACHINE = 8
 """GPUs that a fast link joins, unless it joins those of a rack."""
+_CORE_FLOPS = 5e10
+"""FLOP/s of one core in every precision, where no calibration says better: a round figure with AVX2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,25 +34,39 @@ class RankDevice:
 def cluster_of(ranks: Sequence[RankDevice]) -> tuple[Cluster, str]:
     """The cluster of these ranks, and what it is in words. Of several kinds of GPUs the slowest counts for all."""
     names = sorted({rank.device for rank in ranks})
-    per_host = Counter(rank.host for rank in ranks)
-    kinds = [_kind(name, max(per_host.values())) for name in names]
-    kind = min(kinds, key=lambda gpu: gpu.bf16_flops or gpu.fp32_flops)
-    in_cpus = names == [CPU]
-    memory = min(rank.memory_bytes // (per_host[rank.host] if in_cpus else 1) for rank in ranks)
-    domain = kind.link_domain if kind.link_domain > _OF_ONE_MACHINE else max(per_host.values())
-    host_memory = float(min(rank.host_memory_bytes for rank in ranks))
-    words = f"{len(ranks)} x CPU" if in_cpus else f"{len(ranks)} x {' and '.join(names)}"
-    if len(names) > 1:
-        words += f", all taken for {kind.name}"
-    elif not in_cpus and find_gpu(names[0]) is None:
-        words += f", which is not in the catalogue: with the rates of {UNKNOWN_GPU}"
-    measured = stored() if len(names) == 1 and (len(per_host) == 1 or not in_cpus) else None
-    cluster = _cluster(kind)
-    if measured is not None and measured.gpu == kind.name:
+    on_cpus = names == [CPU]
+    ranks_of_host = Counter(rank.host for rank in ranks)
+    most_of_host = max(ranks_of_host.values())
+    kinds = [_kind(name, most_of_host) for name in names]
+    slowest = min(kinds, key=lambda gpu: gpu.bf16_flops or gpu.fp32_flops)
+    cluster = _cluster(slowest)
+    words = _in_words(ranks, names, slowest)
+    is_one_machine = len(ranks_of_host) == 1
+    measured = stored() if len(names) == 1 and (is_one_machine or not on_cpus) else None
+    if measured is not None and measured.gpu == slowest.name:
         cluster = measured.of_ranks(len(ranks))
         words += ", with this machine's own constants"
-    kind = replace(cluster.gpu, memory_bytes=memory)
-    return replace(cluster, gpu=kind, gpus_per_node=domain, host_memory_bytes=host_memory), words
+    # The ranks of a host share its memory where that is theirs.
+    memory = min(rank.memory_bytes // (ranks_of_host[rank.host] if on_cpus else 1) for rank in ranks)
+    cluster = replace(
+        cluster,
+        gpu=replace(cluster.gpu, memory_bytes=memory),
+        gpus_per_node=slowest.link_domain if slowest.link_domain > _OF_ONE_MACHINE else most_of_host,
+        host_memory_bytes=float(min(rank.host_memory_bytes for rank in ranks)),
+    )
+    return cluster, words
+
+
+def _in_words(ranks: Sequence[RankDevice], names: Sequence[str], slowest: Gpu) -> str:
+    """Say what the ranks are, and what they are taken for where that is not the same."""
+    if list(names) == [CPU]:
+        return f"{len(ranks)} x CPU"
+    words = f"{len(ranks)} x {' and '.join(names)}"
+    if len(names) > 1:
+        return f"{words}, all taken for {slowest.name}"
+    if find_gpu(names[0]) is None:
+        return f"{words}, which is not in the catalogue: with the rates of {UNKNOWN_GPU}"
+    return words
 
 
 def cluster_named(name: str | None, ranks: int) -> tuple[Cluster, str]:
@@ -64,9 +80,9 @@ def cluster_named(name: str | None, ranks: int) -> tuple[Cluster, str]:
 
 def _cluster(kind: Gpu) -> Cluster:
     """Return the cluster with the figures of data sheets."""
-    return Cluster.of(
-        kind, **({"link_latency_seconds": 1e-4, "network_latency_seconds": 2e-4} if kind.name == CPU else {})
-    )
+    if kind.name == CPU:
+        return Cluster.of(kind, link_latency_seconds=1e-4, network_latency_seconds=2e-4)
+    return Cluster.of(kind)
 
 
 def _kind(name: str, ranks: int) -> Gpu:
@@ -94,6 +110,3 @@ def _kind(name: str, ranks: int) -> Gpu:
         source="round figures of one core with AVX2, gloo over shared memory, and 10 Gb/s Ethernet",
         device_names=(),
     )
-
-
-_CORE_FLOPS = 5e10
