@@ -10,6 +10,10 @@ from toolkit.lint.key_schema import FACTS, schema
 from toolkit.lint.values import as_number
 
 _NAMING = ("deepspeed", "deepspeed_config", "ds_config", "deepspeed_config_file", "deepspeed_config_path")
+_SECTIONS = ("zero_optimization", "optimizer", "fp16", "bf16")
+_KEYS = 2
+_KEYS_BESIDE_DEEPSPEED = 4
+"""Keys of another program that make a file its own: more where the file has keys of DeepSpeed, too."""
 _ANCESTORS = 4
 """Folders above a file in which a config that it names is looked for: paths are relative to the root of a repository
 as often as to their file."""
@@ -24,15 +28,24 @@ def other_program(document: ConfigDocument) -> dict[str, Any] | None:
     if not isinstance(value, Mapping):
         return None
     keys = {str(key).replace("-", "_") for key in value}
-    sections = any(isinstance(value.get(key), Mapping) for key in ("zero_optimization", "optimizer", "fp16", "bf16"))
+    has_sections = any(isinstance(value.get(key), Mapping) for key in _SECTIONS)
+    needed = _KEYS_BESIDE_DEEPSPEED if has_sections or "train_batch_size" in keys else _KEYS
     for row in FACTS["programs"]:
-        if len(keys & {*row["keys"]}) >= (4 if sections or keys & {"train_batch_size"} else 2):
-            scalars = {key: scalar for key, scalar in value.items() if not isinstance(scalar, (list, dict, type(None)))}
-            numbers = {key: number for key, text in scalars.items() if (number := as_number(text)) is not None}
-            return {**row, "arguments": scalars | numbers if row.get("arguments") else {}}
+        if len(keys.intersection(row["keys"])) >= needed:
+            return {**row, "arguments": _arguments(value) if row.get("arguments") else {}}
     known = keys & schema()["keys"].keys()
     is_other = document.syntax == "yaml" and 2 * len(known) < max(len(keys), 1)
     return {"name": "another program", "arguments": {}} if is_other else None
+
+
+def _arguments(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the single values of a file, and as numbers those that spell one."""
+    arguments: dict[str, Any] = {}
+    for key, scalar in value.items():
+        if not isinstance(scalar, (list, dict, type(None))):
+            number = as_number(scalar)
+            arguments[key] = scalar if number is None else number
+    return arguments
 
 
 def named_config(document: ConfigDocument) -> tuple[str, FilePath | None] | None:
