@@ -79,9 +79,10 @@ def derive(value: Mapping[str, Any]) -> Derived:
 
 def _as_environment(value: Any) -> Any:
     """Convert a value as accelerate does: it passes values on as strings, and parses numbers from them."""
-    for number in (int, float) if isinstance(value, str) else ():
-        with suppress(ValueError):
-            return number(value)
+    if isinstance(value, str):
+        for number in (int, float):
+            with suppress(ValueError):
+                return number(value)
     return value
 
 
@@ -100,7 +101,8 @@ def check(document: ConfigDocument, gpus: int | None) -> Iterator[Violation]:
     if kind is None:
         yield Violation("AC111", (), "distributed_type is missing", edits=edits)
     elif kind != "DEEPSPEED" and section:
-        message = f"deepspeed_config with distributed_type: {shown(kind).strip(chr(34))}"
+        word = shown(kind).strip('"')
+        message = f"deepspeed_config with distributed_type: {word}"
         yield Violation("AC105", ("distributed_type",), message, edits=edits)
         return
     yield from _machines(value, section, gpus)
