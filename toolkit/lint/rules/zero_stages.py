@@ -18,6 +18,7 @@ _GATHERS = (
 
 def check(view: View) -> Iterator[Violation]:
     """Check features, the gradient norm, the reduction, the optimizer, and offload."""
+    yield from _gathered_weights(view)
     yield from _features(view)
     yield from _norm(view)
     yield from _reduction(view)
@@ -25,16 +26,29 @@ def check(view: View) -> Iterator[Violation]:
     yield from _offload(view)
 
 
+def _gathered_weights(view: View) -> Iterator[Violation]:
+    """Report weights that are sharded where they are saved, and that nothing gathers."""
+    is_saved_by_accelerate = view.is_tensor_parallel and view.context.runner in ("trainer", "accelerate")
+    if view.stage != 3 and not is_saved_by_accelerate:
+        return
+    if view.is_inference or any(view.is_on(f"{_Z}.{key}") for key in _GATHERS):
+        return
+    written = next((key for key in _GATHERS if view.has(f"{_Z}.{key}")), None)
+    if written is None:
+        path: Path = (_Z,)
+        message = f"{_GATHERS[0]} is missing"
+    else:
+        path = (_Z, written)
+        message = f"{_GATHERS[0]} is not on"
+        if view.get(f"{_Z}.{written}") == "auto":
+            return  # the rules of `auto`
+    edits = set_to((_Z, written or _GATHERS[0]), True)
+    severity = INFO if view.context.runner == "deepspeed" else None
+    yield Violation("DS507", path, message, severity=severity, edits=edits)
+
+
 def _features(view: View) -> Iterator[Violation]:
     stage = view.stage
-    saves = stage == 3 or (view.is_tensor_parallel and view.context.runner in ("trainer", "accelerate"))
-    if saves and not any(view.is_on(f"{_Z}.{key}") for key in _GATHERS):
-        written = next((key for key in _GATHERS if view.has(f"{_Z}.{key}")), None)
-        if view.get(f"{_Z}.{written}") != "auto" and not view.is_inference:  # the rules of `auto`
-            path: Path = (_Z, written or _GATHERS[0])
-            why = f"{_GATHERS[0]} is {'not on' if written else 'missing'}"
-            violation = Violation("DS507", path if written else (_Z,), why, edits=set_to(path, True))
-            yield violation._replace(severity=INFO) if view.context.runner == "deepspeed" else violation
     group = view.number(f"{_Z}.zero_hpz_partition_size", 1) or 1
     gpus = view.context.gpus or 0
     if stage == 3 and 1 < group < gpus and gpus % group:
