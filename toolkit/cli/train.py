@@ -111,10 +111,7 @@ def command(
         from toolkit.cli.rehearse import rehearse_layout  # and with it torch
 
         return rehearse_layout(recipe, overrides, layout, nproc, layers=layers, as_json=as_json)
-    if layers is not None:
-        raise click.UsageError("--rehearse-layers without --rehearse: a run trains the whole model. Add --rehearse.")
-    if as_json:
-        raise click.UsageError("--json without --rehearse: a run prints its progress. Remove it.")
+    _refuse_without_rehearsal(layers=layers, as_json=as_json)
     if strict and resume is None and not restarts:
         raise click.UsageError("--strict without --resume: no checkpoint is read. Remove it.")
     machine = _machine(nnodes, node_rank, master_addr, master_port)
@@ -127,29 +124,46 @@ def command(
     if nproc is None:
         nproc = _ranks_here(recipe, overrides) if layout is None else _ranks_of(recipe, overrides, layout)
     decoded = load_recipe(recipe, overrides, world_size=nproc * nnodes, layout=layout)
+    if resume == AUTO and decoded.run_dir is None and decoded.checkpoint.url is None:
+        raise click.UsageError("--resume auto without a run_dir: nothing says which run. Set run_dir=….")
+    arguments = _script_arguments(recipe, overrides, layout, deepspeed_config)
+    if trust_remote_code:
+        arguments.append("--trust-remote-code")
+    if strict:
+        arguments.append("--strict")
+    script = find_recipes() / "train.py"
+    preload = partial(preload_training, decoded)
+    if restarts:
+        run_dir = _run_directory(decoded, recipe, resume)
+        url = decoded.checkpoint.url
+        again = Restart(run_dir=run_dir, arguments=arguments, resume=resume, overwrite=overwrite, url=url)
+        return run_with_restarts(script, again.arguments, nproc, restarts, preload=preload)
+    if overwrite:
+        arguments.append("--overwrite")
+    if resume:
+        arguments += ["--resume", resume]
+    return run_local_ranks(script, arguments, nproc, preload=preload, machine=machine)
+
+
+def _script_arguments(
+    recipe: str, overrides: tuple[str, ...], layout: str | None, deepspeed_config: str | None
+) -> list[str]:
+    """Return the arguments of recipes/train.py that say what is trained."""
     arguments = ["--config", recipe]
     if layout is not None:
         arguments += ["--layout", layout]
     arguments += overrides
     if deepspeed_config is not None:
         arguments += ["--deepspeed_config", deepspeed_config]
-    if trust_remote_code:
-        arguments.append("--trust-remote-code")
-    if strict:
-        arguments.append("--strict")
-    if resume == AUTO and decoded.run_dir is None and decoded.checkpoint.url is None:
-        raise click.UsageError("--resume auto without a run_dir: nothing says which run. Set run_dir=….")
-    script = find_recipes() / "train.py"
-    if not restarts:
-        if overwrite:
-            arguments.append("--overwrite")
-        if resume:
-            arguments += ["--resume", resume]
-        return run_local_ranks(script, arguments, nproc, preload=partial(preload_training, decoded), machine=machine)
-    run_dir = _run_directory(decoded, recipe, resume)
-    url = decoded.checkpoint.url
-    again = Restart(run_dir=run_dir, arguments=arguments, resume=resume, overwrite=overwrite, url=url)
-    return run_with_restarts(script, again.arguments, nproc, restarts, preload=partial(preload_training, decoded))
+    return arguments
+
+
+def _refuse_without_rehearsal(*, layers: int | None, as_json: bool) -> None:
+    """Raise UsageError for an option that only a rehearsal has."""
+    if layers is not None:
+        raise click.UsageError("--rehearse-layers without --rehearse: a run trains the whole model. Add --rehearse.")
+    if as_json:
+        raise click.UsageError("--json without --rehearse: a run prints its progress. Remove it.")
 
 
 def _machine(nnodes: int, node_rank: int | None, master_addr: str | None, master_port: int) -> Machine | None:
