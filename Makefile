@@ -114,7 +114,7 @@ check: setup ## ruff, docstrings, mypy --strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python docs/check_docstrings.py toolkit
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports --no-cache --no-logo
 
 format: setup ## Format the code
