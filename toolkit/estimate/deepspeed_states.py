@@ -360,9 +360,9 @@ class _SecondPartition:
     """Bytes of ZeRO++'s second partition of the weights, within groups of `hpz` ranks; 0 without it."""
 
     trained: int
-    """Of weights that train: made in the forward pass, and dropped after the update."""
+    """The partition of weights that train, which is made in the forward pass, and dropped after the update."""
     frozen: int
-    """Of frozen weights, whose partition stays."""
+    """The partition of frozen weights, which stays."""
 
 
 def _second_partition(s: DeepSpeedSettings, params: RankParameters, dp: int) -> _SecondPartition:

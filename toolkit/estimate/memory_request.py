@@ -430,7 +430,7 @@ class _Peak:
     buckets: int
     gathered: int
     activations: Mapping[str, int]
-    """By kind, as a MemoryBreakdown has them."""
+    """Bytes of each kind of activation, as in a MemoryBreakdown."""
     logits: int
     backward: int
     """All bytes of that moment."""
@@ -683,7 +683,7 @@ class _ActivationShares:
     """How the activations at the worst moment divide, in bytes."""
 
     by_kind: Mapping[str, int]
-    """Those that decoder layers keep, by the part of the layer."""
+    """What decoder layers keep, by the part of the layer."""
     logits: int
     """Logits and loss, where the moment is at the head."""
     working: int

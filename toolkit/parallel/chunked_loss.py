@@ -158,7 +158,7 @@ class _HeadInput:
     group: dist.ProcessGroup | None
     """The ranks that share the vocabulary; None where this rank has all of it."""
     defer: Defer | None
-    """As of _HeadLossOptions."""
+    """What takes the gradient of the head's weight, for later; None where autograd computes it."""
 
     @classmethod
     def of(cls, head: nn.Linear, hidden: torch.Tensor) -> Self:

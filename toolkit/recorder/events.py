@@ -26,11 +26,11 @@ class _SectionName:
 
 @dataclass(frozen=True, kw_only=True)
 class _Allocation:
-    """Where a storage was allocated that outlives its section."""
+    """The allocation of a storage that outlives its section."""
 
     section: _SectionName
     place: int
-    """Its number among the storages that outlive the section, the latest first."""
+    """The number of the storage among those that outlive the section, the latest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
