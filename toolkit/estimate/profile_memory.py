@@ -310,7 +310,7 @@ class _Moment:
     """A moment of the backward pass of a chunk, in bytes."""
 
     name: Literal["head", "layer", "lowest"]
-    """Where the pass is: at the loss, in the last layer, or in the first one."""
+    """The place of the moment: at the loss, in the last layer, or in the first one."""
     activations: int
     gradients: int
     """Gradients of weights that this pass has allocated so far."""
