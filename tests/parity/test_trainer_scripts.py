@@ -15,17 +15,27 @@ SCRIPT = """
 import sys
 
 import torch
+from accelerate import ParallelismConfig
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 mistake = sys.argv[1]
+parallelism = None
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=96, attention_dropout=0.1)
 if mistake == "tensor parallel":
     model = AutoModelForCausalLM.from_pretrained(sys.argv[2], distributed_config=DistributedConfig(tp_size=2))
+elif mistake == "parallelism config":
+    parallelism = ParallelismConfig(tp_size=2)
+    mesh = parallelism.build_device_mesh("cpu")
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[2], tp_plan="auto", tp_size=2, device_mesh=mesh["tp"])
 else:
     model = AutoModelForCausalLM.from_config(config)
+if mistake == "half precision":
+    model = model.half()
+if mistake == "shared sequences":
+    parallelism = ParallelismConfig(cp_size=2)
 
 random = torch.Generator().manual_seed(1)
 samples = []
@@ -54,6 +64,8 @@ arguments = TrainingArguments(
     learning_rate=1e-3,
     warmup_steps=1,
     average_tokens_across_devices=mistake != "means of ranks",
+    parallelism_config=parallelism,
+    deepspeed={"zero_optimization": {"stage": 1}} if mistake == "deepspeed" else None,
     eval_strategy="steps",
     eval_steps=1,
 )
@@ -116,15 +128,33 @@ def test_ranks_that_all_read_the_same_samples_are_named(compare: Compare) -> Non
 
 
 @pytest.mark.whole
-def test_a_model_that_is_sharded_at_load_is_whole_in_the_baseline(compare: Compare, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["tensor parallel", "parallelism config"])
+def test_a_model_that_is_sharded_at_load_is_whole_in_the_baseline(compare: Compare, tmp_path: Path, way: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=96)).save_pretrained(tmp_path / "model")
-    strategy = compare("tensor parallel", str(tmp_path / "model"))
+    strategy = compare(way, str(tmp_path / "model"))
     assert strategy.result is not None
     assert strategy.outcome == "same"
     assert strategy.result.run.replicas == 1
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("half precision", "fp16 scales its loss by what overflowed before. Compare in fp32 or bf16."),
+        ("shared sequences", "ranks that share a sequence are not compared. Set cp_size=1 and sp_size=1."),
+        (
+            "deepspeed",
+            "gradients under DeepSpeed are not those of its parameters. Make a recipe of it with dstk recipe",
+        ),
+    ],
+)
+def test_what_is_not_recorded_is_refused(compare: Compare, way: str, message: str) -> None:
+    with pytest.raises(RunError) as refused:
+        compare(way)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ from toolkit.parity.run.trainer_run import Observed, full_values, merged_fingerp
 
 _MOST_SAMPLES = 64
 """Samples of a global batch whose losses are computed one by one."""
-_SHARDED_AT_LOAD = ("distributed_config", "tp_plan", "tp_size")
+_SHARDED_AT_LOAD = ("distributed_config", "tp_plan", "tp_size", "device_mesh")
 """Arguments of from_pretrained that shard a model over ranks."""
 
 
@@ -161,6 +161,7 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
         Trainer._clip_grad_norm = self._recorded_gradients(Trainer._clip_grad_norm)
         Trainer._get_grad_norm = self._recorded_gradients(Trainer._get_grad_norm)
         if self._run.is_alone:
+            ParallelismConfig.build_device_mesh = lambda *_: _NoMesh()
             PreTrainedModel.from_pretrained = classmethod(_whole(PreTrainedModel.from_pretrained.__func__))
 
     def _quiet_arguments(self, function: Callable[..., Any], *, is_on_cpu: bool) -> Callable[..., Any]:
@@ -357,8 +358,15 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
         return ScriptOutcome(run=run, global_batch_size=total, precision=_precision(self.trainer))
 
 
+class _NoMesh:
+    """The device mesh of a ParallelismConfig in a run that is alone: nothing is sharded over it."""
+
+    def __getitem__(self, dims: str | tuple[str, ...]) -> "_NoMesh":
+        return self
+
+
 def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
-    """from_pretrained without what shards the model."""
+    """Return `from_pretrained` without what shards the model."""
 
     @wraps(function)
     def from_pretrained(cls: Any, *arguments: Any, **options: Any) -> Any:
