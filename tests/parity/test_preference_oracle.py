@@ -89,6 +89,8 @@ def train_plainly(recipe: Recipe) -> tuple[list[float], list[float], dict[str, n
     section = recipe.train.objective
     model: Any = AutoModelForCausalLM.from_pretrained(recipe.model.name_or_path, attn_implementation="sdpa")
     reference = copy.deepcopy(model).eval()
+    if section.reference != "initial":
+        reference = AutoModelForCausalLM.from_pretrained(section.reference).eval()
     named = dict(model.named_parameters())
     groups = [
         {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": recipe.optimizer.weight_decay},
@@ -142,6 +144,18 @@ def test_one_process_trains_what_a_loop_written_by_hand_does(
     for name, value in run.parameters.items():
         difference = np.linalg.norm(np.asarray(value) - weights[name]) / np.linalg.norm(weights[name])
         assert difference < LARGEST_DIFFERENCE, name
+
+
+def test_the_reference_of_a_checkpoint_is_that_model(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]]
+) -> None:
+    section = {"name": "dpo", "reference": str(save_base(tmp_path / "other", "llama", seed=8))}
+    recipe = make(tmp_path, make_recipe, "dpo", train__objective=section)
+    losses, norms, _ = train_plainly(recipe)
+    run = ranks(train_in_memory, 1, recipe)[0]
+    assert abs(losses[0] - math.log(2)) > 1e-3
+    assert run.curve.losses == pytest.approx(losses, rel=LARGEST_DIFFERENCE)
+    assert run.curve.grad_norms == pytest.approx(norms, rel=LARGEST_DIFFERENCE)
 
 
 def test_samples_with_several_pairs_train_what_samples_of_one_do(
