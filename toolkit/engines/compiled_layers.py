@@ -49,10 +49,8 @@ class CompiledLayers:
         # What a router keeps for the loss and the statistics is that of the forward pass, compiled or not.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         if is_stage:
-            # Otherwise a backward pass overwrites what a layer has saved, which a second one reads, and what a W reads.
+            # Otherwise a backward pass overwrites what a layer has saved, which a second one reads.
             torch._functorch.config.donated_buffer = False
-            torch._inductor.config.inplace_buffers = False
-            torch._inductor.config.allow_buffer_reuse = not splits_backward
         experts = [module for _, module in experts_in(model)]
         for sharded in experts:
             if isinstance(sharded, ShardedExperts):
@@ -64,7 +62,7 @@ class CompiledLayers:
             for block in layer.modules():
                 if any(isinstance(child, routers) for child in block.children()):
                     block.forward = torch.compiler.disable(block.forward, reason=_EAGER)  # type: ignore[no-untyped-call]
-            layer.forward = torch.compile(layer.forward, **_OPTIONS)
+            layer.forward = torch.compile(layer.forward, **_options(is_stage=is_stage, splits_backward=splits_backward))
             if zero_stage == 3:
                 _gather_at_once(layer)
         if zero_stage == 3 and not all(parameter.requires_grad for parameter in model.parameters()):
@@ -84,6 +82,19 @@ class CompiledLayers:
             f"{facts['layers']} decoder layers, graphs: {facts['graphs']}, graph breaks: {sum(breaks.values())}"
             f"{': ' if reasons else ''}{some(reasons, 4)}"
         )
+
+
+def _options(*, is_stage: bool, splits_backward: bool) -> dict[str, Any]:
+    """Return the arguments of torch.compile for a layer.
+
+    They are of this layer alone, whatever another engine of the process asks for: a layer is compiled when it first
+    runs. Without `inplace_buffers` and `allow_buffer_reuse` a graph writes nothing into the tensors of a pipeline stage
+    that a second backward pass reads, or a W.
+    """
+    if _OPTIONS["backend"] != "inductor" or not is_stage:
+        return _OPTIONS
+    keeps = {"inplace_buffers": False} | ({"allow_buffer_reuse": False} if splits_backward else {})
+    return _OPTIONS | {"options": _OPTIONS["options"] | keeps}
 
 
 def _has_static_shapes(experts: Any) -> bool:

@@ -15,10 +15,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from toolkit.parallel.linear_product import Defer, gradient_of_input, multiply, weight_gradient
+from toolkit.parallel.linear_product import TakesGradients, gradient_of_input, multiply, weight_gradient
 
 
-class SplitsBackward(Protocol):
+class SplitsBackward(TakesGradients, Protocol):
     """A queue of weight gradients that linear layers leave for later."""
 
     def splits(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -26,9 +26,6 @@ class SplitsBackward(Protocol):
 
     def keep(self, weight: torch.Tensor, of_weight: Callable[[], torch.Tensor]) -> None:
         """Keep the function that computes a gradient of `weight`."""
-
-    def taking(self, x: torch.Tensor, weight: torch.Tensor) -> Defer | None:
-        """Return what takes the gradient of `weight` in its product with x; None: autograd computes it."""
 
 
 _numbered: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
@@ -60,6 +57,7 @@ def multiply_in_graph(
     """
     if split is None or number is None or not split.splits(x, weight):
         return multiply(x, weight, bias, input_major=input_major)
+    assert x.dtype == weight.dtype, "a pipeline stage computes in the dtype of its weights, without autocast"
     product: torch.Tensor = _split_product(x, weight.detach(), bias, number, input_major)
     return product
 
@@ -86,7 +84,8 @@ def _split_backward(
     """Return the gradient of x, and leave what that of the weight comes from to the queue of the layer.
 
     The queue keeps x and `gradient` themselves: compiled stages write nothing into tensors that are there already
-    (`CompiledLayers`).
+    (`CompiledLayers`). That the queue changes is not declared. The compiler runs the operation once all the same: the
+    gradient of x is always used, and the number tells it from that of another layer.
     """
     layer: Any = _numbered[int(number)]
     layer.split.keep(layer.weight, weight_gradient(x, gradient, input_major=input_major))
