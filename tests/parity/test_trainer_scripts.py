@@ -60,7 +60,8 @@ arguments = TrainingArguments(
     "output",
     per_device_train_batch_size=2,
     gradient_accumulation_steps=2,
-    max_steps=3,
+    max_steps=-1 if mistake == "no step" else 3,
+    num_train_epochs=0 if mistake == "no step" else 3,
     learning_rate=1e-3,
     warmup_steps=1,
     average_tokens_across_devices=mistake != "means of ranks",
@@ -145,6 +146,7 @@ def test_a_model_that_is_sharded_at_load_is_whole_in_the_baseline(compare: Compa
     [
         ("half precision", "fp16 scales its loss by what overflowed before. Compare in fp32 or bf16."),
         ("shared sequences", "ranks that share a sequence are not compared. Set cp_size=1 and sp_size=1."),
+        ("no step", "its train() took no step. Set num_train_epochs or max_steps to at least 1."),
         (
             "deepspeed",
             "gradients under DeepSpeed are not those of its parameters. Make a recipe of it with dstk recipe",

@@ -331,6 +331,9 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
 
     def _finished(self) -> ScriptOutcome:
         model = self._model
+        if not self._curve:
+            script = printable(str(self._run.script))
+            raise RunError(f"{script}: its train() took no step. Set num_train_epochs or max_steps to at least 1.")
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._keep("parameters", lambda parameter: parameter.detach())
         hashes = observe.gather_on_rank_0(whole_parameter_hashes(model))
