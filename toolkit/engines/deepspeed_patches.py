@@ -285,7 +285,7 @@ class HostRead:
     """The one read of a step: `totals`, fp64, and the norm by which DeepSpeed decides whether to take the update."""
 
     refused = False
-    """Whether the norm was not finite."""
+    """Whether the norm was not finite, or DeepSpeed's mark of such a norm, -1."""
 
     def __init__(self, totals: torch.Tensor, scale: float) -> None:
         self._unread = totals
@@ -327,8 +327,8 @@ class HostRead:
 class LateHostRead(HostRead):
     """The read behind an update that the optimizer skips on the device where the norm is not finite.
 
-    DeepSpeed is told that every norm is valid. Where the norm is not, its step clips by nonsense gradients that are
-    dropped afterwards, and copies weights that have not changed.
+    DeepSpeed is told that every norm is valid. Where the norm is not, its step scales the gradients by a meaningless
+    factor, and copies weights that have not changed; the gradients are dropped afterwards.
     """
 
     def __init__(self, totals: torch.Tensor, optimizer: Any, patches: ExitStack) -> None:
@@ -353,6 +353,8 @@ class LateHostRead(HostRead):
 
     @override
     def norm(self, reported: torch.Tensor | float) -> float:
+        if self._numbers is None:
+            return super().norm(reported)
         # DeepSpeed reports infinity for an update that it has skipped.
         return math.inf if self.refused else self._norm
 
