@@ -28,11 +28,13 @@ _POSITIVE = Count()
 _LARGE = 2e13
 """FLOPs that one laptop core computes in about ten minutes."""
 _EXIT_CODES = {"same": 0, "differs": 1, "cannot tell": 3}
-_OF_RECIPES = ("baseline", "steps", "nproc", "reruns", "shrink", "dropout", "timeout")
+_OF_RECIPES = ("baseline", "shrink", "dropout")
 """Options for recipes only."""
+_OF_TRAINING = ("steps", "nproc", "reruns", "timeout")
+"""Options for recipes and scripts, which are trained here."""
 _OF_RUNS = ("rerun", "tolerance", "loss", "runs")
 """Options for finished runs only."""
-_NOT_OF_SCRIPTS = ("recipe", "against", "layout", "baseline", "shrink", "dropout", *_OF_RUNS)
+_NOT_OF_SCRIPTS = ("recipe", "against", "layout", *_OF_RECIPES, *_OF_RUNS)
 """Options that say nothing about a script."""
 
 
@@ -50,7 +52,13 @@ _NOT_OF_SCRIPTS = ("recipe", "against", "layout", "baseline", "shrink", "dropout
 )
 @click.option("--script", metavar="FILE", help="A Python file that trains with a Trainer, run with ARGS.")
 @click.option("--steps", type=Count(min=2), default=30, show_default=True, help="Optimizer steps.")
-@click.option("--nproc", type=LOCAL_RANKS, default=2, show_default=True, help="Ranks; those of strategies without dp.")
+@click.option(
+    "--nproc",
+    type=LOCAL_RANKS,
+    default=2,
+    show_default=True,
+    help="Ranks of a script, and of strategies that do not set dp.",
+)
 @click.option(
     "--reruns", type=_POSITIVE, default=3, show_default=True, help="Runs of the baseline with other rounding."
 )
@@ -155,6 +163,7 @@ def _check(
     if len(arguments) == 1:
         raise click.UsageError(f"only one run is given, {arguments[0]}. Give the run to compare it with.")
     _refuse(written, _OF_RECIPES, "is for training a recipe: finished runs are compared as they are")
+    _refuse(written, _OF_TRAINING, "is for training a recipe or a script: finished runs are compared as they are")
     tolerance = options["tolerance"]
     if tolerance is not None and options["rerun"]:
         raise click.UsageError("--tolerance with --rerun: each gives a bound. Choose one of them.")
