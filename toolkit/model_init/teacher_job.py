@@ -1,6 +1,7 @@
 """The job of a distillation's teacher: its model in the layout of the run, with next to nothing that trains."""
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,8 @@ from toolkit.model_init.build_model import load_config
 _ROUTING = ("router_aux_loss", "router_z_loss", "router_bias_update", "expert_capacity_factor")
 """Fields of `model` that only training reads, and that a teacher without experts may not have."""
 _MODEL = "model."
+_NAMED_FIELD = re.compile(r"(?<![\w./])model\.(\w+)")
+"""What may be a field of `model` in words; `model.safetensors` is none."""
 _TEACHER = "train.distill.teacher"
 
 
@@ -72,7 +75,10 @@ def refused_as_teacher(teacher: str) -> Iterator[None]:
     except ToolkitError as error:
         if not error.refusals:
             raise
-        raise type(error)([_of_teacher(refusal, teacher) for refusal in error.refusals]) from error
+        refusals = {str(refusal): refusal for refusal in error.refusals}
+        raise type(error)(
+            [_of_teacher(refusals[problem], teacher) if problem in refusals else problem for problem in error.problems]
+        ) from error
 
 
 def _of_teacher(refusal: Refusal, teacher: str) -> Refusal:
@@ -88,5 +94,7 @@ def _of_teacher(refusal: Refusal, teacher: str) -> Refusal:
 
 
 def _is_of_model(setting: Setting | str) -> bool:
-    """Whether a setting, or words about one, are of the section of the model that trains."""
-    return _MODEL in setting if isinstance(setting, str) else setting[0].startswith(_MODEL)
+    """Whether a setting, or words that name a field, are of the section of the model that trains."""
+    if isinstance(setting, str):
+        return any(name in ModelSection.model_fields for name in _NAMED_FIELD.findall(setting))
+    return setting[0].startswith(_MODEL)
