@@ -157,7 +157,7 @@ def in_a_killed_process(event: int, run: Callable[[], object]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("seed", "count"), [(0, 1), (1, 2), (2, 1), (3, 3)])
+@pytest.mark.parametrize(("seed", "count"), [(0, 1), pytest.param(1, 2, marks=pytest.mark.daily), (2, 1), (3, 3)])
 def test_processes_that_are_killed_anywhere_lose_nothing(seed: int, count: int, tmp_path: Path) -> None:
     folder = tmp_path
     (folder / "text").mkdir()

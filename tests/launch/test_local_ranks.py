@@ -56,6 +56,7 @@ def test_a_rank_that_dies_is_named(ranks: Ranks) -> None:
         ranks(lambda: os._exit(9) if dist.get_rank() == 1 else time.sleep(60), 2)
 
 
+@pytest.mark.daily
 def test_a_rank_that_hangs_is_named(ranks: Ranks) -> None:
     with pytest.raises(RankFailedError, match=r"ranks \[1\] did not finish"):
         ranks(lambda: time.sleep(60) if os.environ["RANK"] == "1" else None, 2, timeout_seconds=5, joined=False)

@@ -45,7 +45,7 @@ def test_the_resolved_recipe_runs_again_to_the_same_curve(train: Train, tmp_path
     assert [s["loss"] for s in metrics(tmp_path / "one")] == [s["loss"] for s in metrics(tmp_path / "two")]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.daily)])
 def test_the_trained_model_loads_in_transformers_with_the_trained_loss(
     train: Train, tmp_path: Path, stage: int
 ) -> None:
