@@ -150,24 +150,25 @@ class TorchStates:
         """Return the states of one rank whose replicas are `shards` ranks, with `accumulation` micro-batches a step."""
         trained_numel = self._trained_numel(params, shards)
         frozen_numel = -(-params.frozen.numel // shards) if self._is_sharded else params.frozen.numel
-        gradients = self._trained_itemsize * trained_numel
+        # Of the weights that train, and as many of their gradients.
+        bytes_of_trained = self._trained_itemsize * trained_numel
         outside = params.numel - sum(params.layer_numels)
         largest_unit = min(max(params.trained_layer, params.largest_trained), params.trained)
         makes_gradients = accumulation == 1 and not self._is_sharded
         return ModelStates(
             resident=StateBytes(
-                parameters=gradients + self.weight_bytes * frozen_numel,
+                parameters=bytes_of_trained + self.weight_bytes * frozen_numel,
                 optimizer=self._moment_bytes(params, trained_numel, shards),
                 buckets=self._trained_itemsize * params.trained if self.has_buckets else 0,
                 model_buffers=params.buffer_bytes,
             ),
-            accumulated=gradients if accumulation > 1 else 0,
+            accumulated=bytes_of_trained if accumulation > 1 else 0,
             fresh_layer=self._trained_itemsize * params.trained_layer if makes_gradients else 0,
             # A layer's gradients while they are reduce-scattered, as they come and in the weights' dtype.
             buckets=(self.gathered_bytes + self._trained_itemsize) * largest_unit if self._is_sharded else 0,
             gathered=self.gathered_bytes * min(outside + 2 * params.layer_numel, params.numel),
-            complete=gradients,
-            step=gradients + self._update_bytes(params),
+            complete=bytes_of_trained,
+            step=bytes_of_trained + self._update_bytes(params),
         )
 
     @property
