@@ -260,16 +260,15 @@ def _slope_of_others(events: _Events, divergence: Divergence) -> torch.Tensor | 
     return (events.log_ratio[:, rest] if events.has_rest else 0.0) - events.divergences
 
 
-def subtract_largest(logits: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Subtract from logits [n, v], in place, the largest of each position on all ranks of `group`; return that, [n].
+def subtract_largest(logits: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Subtract from logits [n, v], in place, the largest of each position on all ranks of `group`.
 
-    It keeps exp() in range, and cancels in every probability.
+    This keeps exp() in range, and cancels in every probability.
     """
     largest = logits.amax(dim=-1)
     if group is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     logits.sub_(largest.unsqueeze(-1))
-    return largest
 
 
 class DistilledLoss(torch.autograd.Function):
