@@ -20,7 +20,7 @@ _GIB = 2**30
 _BESIDE_LAYOUT = 55
 """Columns that a narrow table takes beside its layouts."""
 _LEAST = 0.01
-"""Terms of a smaller share of a step are not named."""
+"""The share of a step up to which its terms, or their differences, are not named."""
 _PARTS = (
     "parameters",
     "reference",
@@ -156,7 +156,7 @@ def _times_sentence(plan: Plan, best: Plan) -> str:
 def _differing_terms(plan: Plan, best: Plan) -> dict[str, float]:
     """Return the seconds by which the terms of a step exceed those of the first choice, the largest differences first.
 
-    Differences of less than a hundredth of the first choice's step are left out.
+    Differences of up to `_LEAST` of the first choice's step are left out.
     """
     differences = {name: plan.step.terms[name] - best.step.terms[name] for name in TERMS}
     largest_first = sorted(TERMS, key=lambda name: -abs(differences[name]))
