@@ -145,7 +145,7 @@ def _notices(checkpoint: TrainingState, recipe: Recipe) -> Iterator[str]:
 
 
 def _seed_notices(checkpoint: TrainingState, source: Path, recipe: Recipe) -> Iterator[str]:
-    """Say where it drew its random numbers from another seed than the recipe's, by its tensors' files or arguments."""
+    """Say whether a checkpoint's run had another seed than the recipe, by its state or its `training_args.bin`."""
     seed = checkpoint.seed
     for folder in dict.fromkeys((checkpoint.tag, source, checkpoint.tag.parent)):
         file = folder / _ARGUMENTS
