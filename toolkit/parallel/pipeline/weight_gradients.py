@@ -35,9 +35,11 @@ class WeightGradients:
         for module in model.modules():
             if type(module) in _SPLITTING:
                 module.__class__ = _SPLITTING[type(module)]  # as for a head with a loss: hooks and names stay
-            if isinstance(module, (ParallelLinear, VocabParallelHead, _SplitLinear, _SplitConv1D)):
+            if isinstance(module, (ParallelLinear, _SplitLinear, _SplitConv1D)):
                 module.split = self
                 number_product(module)
+            elif type(module) is VocabParallelHead:  # not one that computes the loss; heads are not compiled
+                module.split = self
 
     @property
     def count(self) -> int:
