@@ -90,7 +90,7 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "nothing to compare: give --recipe and --against, or two runs."),
+        ([], "nothing to compare: give --recipe and --against, or --script, or two runs."),
         (["first"], "only one run is given, first. Give the run to compare it with."),
         (["one.yaml"], "a recipe is given instead of a run. Give it with --recipe FILE."),
         (["--against", "z1"], "--against without --recipe: give the recipe to train."),

@@ -157,7 +157,7 @@ def _check(
     if against is not None:
         raise click.UsageError("--against without --recipe: give the recipe to train.")
     if not arguments:
-        raise click.UsageError("nothing to compare: give --recipe and --against, or two runs.")
+        raise click.UsageError("nothing to compare: give --recipe and --against, or --script, or two runs.")
     if any(argument.endswith((".yaml", ".yml")) for argument in arguments):
         raise click.UsageError("a recipe is given instead of a run. Give it with --recipe FILE.")
     if len(arguments) == 1:

@@ -40,7 +40,8 @@ def compare_script(
     Raises RunError where the script is missing or fails. Tensors are kept in a temporary directory.
     """
     if not script.is_file():
-        raise RunError.of("--script", str(script), "there is no such file", "give a Python file that calls train()")
+        problem = "it is a directory" if script.is_dir() else "there is no such file"
+        raise RunError.of("--script", str(script), problem, "give a Python file that calls train()")
     device = local_device()
     several = ScriptRun(name=plural(ranks, "rank"), script=script, arguments=tuple(arguments), ranks=ranks, steps=steps)
     with tempfile.TemporaryDirectory(prefix="dstk-compare-") as folder:
