@@ -27,10 +27,14 @@ DAILY = {
 FP32_ONLY = ("reference", "tp2-z0", "pp2-z0", "tp2-pp2-z0")
 SKIPPED_ON_DEVICE = [
     *(name for name in STRATEGIES if name != "reference" and "offload" not in name),
-    *("cp2-z1", "pp2-zbh1-z1"),
+    "cp2-z1",
+    "pp2-zbh1-z1",
 ]
 DAILY_ON_DEVICE = {
-    *(("z0", "gradient", "fp32"), ("z1", "loss", "bf16"), ("z3", "gradient", "bf16"), ("pp2-z1", "gradient", "fp32")),
+    ("z0", "gradient", "fp32"),
+    ("z1", "loss", "bf16"),
+    ("z3", "gradient", "bf16"),
+    ("pp2-z1", "gradient", "fp32"),
 }
 
 

@@ -40,8 +40,15 @@ DENSE = {
     "gpt2": ("pp2-z1-recompute", "dp2-z0", "dp2-z2-offload", "pp4-z1", "tp2-z1-sp-recompute", "u2-z2"),
 }
 SCHEDULED = (
-    *("pp2-1f1b-z1", "pp2-gpipe-z0-recompute", "pp2x2-z1", "tp2-pp2x2-z1-sp"),
-    *("pp2-zbh1-z1", "pp4-zbh1-z0-recompute", "pp2-zbv-z1-recompute", "tp2-pp2-zbv-z1-sp", "pp2-zbh1-dp2-z1"),
+    "pp2-1f1b-z1",
+    "pp2-gpipe-z0-recompute",
+    "pp2x2-z1",
+    "tp2-pp2x2-z1-sp",
+    "pp2-zbh1-z1",
+    "pp4-zbh1-z0-recompute",
+    "pp2-zbv-z1-recompute",
+    "tp2-pp2-zbv-z1-sp",
+    "pp2-zbh1-dp2-z1",
 )
 EXPERTS = ("dp2-ep2-z1", "dp2-ep2-z3-recompute", "tp2-dp2-ep2-z2-sp", "pp2-dp2-ep2-z1")
 DAILY = ("tp2-z3-sp",)

@@ -88,13 +88,16 @@ def _options(*, is_stage: bool, splits_backward: bool) -> dict[str, Any]:
     """Return the arguments of torch.compile for a layer.
 
     They are of this layer alone, whatever another engine of the process asks for: a layer is compiled when it first
-    runs. Without `inplace_buffers` and `allow_buffer_reuse` a graph writes nothing into the tensors of a pipeline stage
-    that a second backward pass reads, or a W.
+    runs. Without `inplace_buffers` a graph writes nothing into the tensors of a pipeline stage that a second backward
+    pass reads, and without `allow_buffer_reuse` nothing into those from which W computes weight gradients.
     """
     if _OPTIONS["backend"] != "inductor" or not is_stage:
         return _OPTIONS
-    keeps = {"inplace_buffers": False} | ({"allow_buffer_reuse": False} if splits_backward else {})
-    return _OPTIONS | {"options": _OPTIONS["options"] | keeps}
+    options = dict(_OPTIONS["options"])
+    options["inplace_buffers"] = False
+    if splits_backward:
+        options["allow_buffer_reuse"] = False
+    return _OPTIONS | {"options": options}
 
 
 def _has_static_shapes(experts: Any) -> bool:
