@@ -28,9 +28,9 @@ DAILY_SECONDS = 2.0
 """What the long cases of a test function may take in `make test`, all together."""
 SECONDS_OF_SHORT_CASES = 30.0
 """The same of shorter ones."""
-LONGEST_DAILY_CASE = 5.0
+LONGEST_DAILY_CASE = 4.0
 """A test function whose cases take longer, on average, runs in `make test` only where its file has few others."""
-SECONDS_OF_A_FILE = 4.0
+SECONDS_OF_A_FILE = 3.0
 """What long tests of a file take in `make test`, at least, where it has as many."""
 LONGEST_OF_A_FILE = 20.0
 """None of them takes longer."""
