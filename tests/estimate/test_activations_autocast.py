@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from toolkit.config.recipe import Recipe
 from toolkit.estimate.breakdown import MemoryBreakdown
-from toolkit.estimate.memory_request import casts_to_come
 from toolkit.estimate.rank_parameters import RankParameters
 from toolkit.estimate.recorded.recording import config_text
+from toolkit.estimate.worst_moment import casts_to_come
 from toolkit.models.shape import ModelShape, families, find_config
 from toolkit.planner.run_memory import estimate_for_run
 from toolkit.recorder.parameters import record_parameters

@@ -123,7 +123,7 @@ def test_a_stand_in_hardly_needs_less(layout: str) -> None:
         return changed(rank_pass, part="whole", sequence_parallel=False)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("toolkit.estimate.memory_request.stand_in", simplest)
+        patch.setattr("toolkit.estimate.rank_pass.stand_in", simplest)
         assert 0.97 * exact < asked.memory(read, batch).total < 2 * exact
 
 

@@ -1,4 +1,4 @@
-"""Memory of pipelines, Ulysses and the losses of routers beside the activations that a recording of a stage has.
+"""Buffers of pipelines, of Ulysses and of routing beside the activations that a recording of a stage has.
 
 The schedule is 1F1B (Narayanan et al. 2019, "PipeDream"; without flushes inside a step, Narayanan et al. 2021, section
 2.2): a stage runs as many forward passes ahead as there are stages from it to the end, then one backward for each
@@ -9,7 +9,6 @@ that comes back.
 from dataclasses import dataclass
 
 from toolkit.estimate.rank_parameters import RankParameters
-from toolkit.estimate.training_setup import TrainingSetup
 from toolkit.models.shape import ModelShape
 
 _LOSSES = 3
@@ -72,20 +71,3 @@ def routing_counters(shape: ModelShape) -> int:
         return 0
     count = shape.experts.count
     return 8 * (2 + shape.layers * count) + 8 * (count + 1) + 4 * (2 * count + 3)
-
-
-def kept_by_router_losses(setup: TrainingSetup, layers: range) -> int:
-    """Bytes of a micro-batch: 4 t e for each loss and layer with experts, of probabilities or of logits in fp32.
-
-    Known error: a few fp32 numbers for each token.
-    """
-    experts = setup.model.shape.experts
-    if experts is None or not setup.router_losses:
-        return 0
-    layout = setup.layout
-    shards = layout.ulysses * layout.cp * (layout.tp if layout.sequence_parallel else 1)
-    tokens = setup.micro_batch_size * setup.seq_len // shards
-    parameters = setup.model.parameters
-    has_experts = [any(parameter.is_experts for parameter in kind) for kind in parameters.kinds]
-    mixtures = sum(has_experts[parameters.pattern[index]] for index in layers)
-    return 4 * tokens * experts.count * mixtures * setup.router_losses

@@ -247,7 +247,7 @@ def stage_parameters(
     )
 
 
-def stage_breakdown(
+def profile_breakdown(
     setup: TrainingSetup, profile: FrameworkProfile, gpu: Gpu | None, stage: int, layers: range
 ) -> MemoryBreakdown:
     """One stage: the worst of the loss, the last layer's and the first layer's backward pass, and the update."""

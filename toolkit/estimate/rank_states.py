@@ -14,6 +14,9 @@ from toolkit.estimate.states import ModelStates, TorchStates
 from toolkit.estimate.trainable import in_4_bits, without_4bit
 from toolkit.estimate.training_setup import TrainingSetup
 
+Engine = DeepSpeedSettings | TorchStates
+"""An engine that trains Hugging Face's layers, and how it keeps model states."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankStates:
@@ -47,7 +50,7 @@ class RankStates:
 
 def rank_states(
     setup: TrainingSetup,
-    engine: DeepSpeedSettings | TorchStates,
+    engine: Engine,
     stage: int,
     layers: Sequence[int],
     *,
@@ -93,9 +96,7 @@ def rank_states(
     return RankStates(params=params, parameter_count=counted.numel, states=states, itemsize=itemsize, autocast=autocast)
 
 
-def _with_reference(
-    states: ModelStates, engine: DeepSpeedSettings | TorchStates, params: RankParameters, replicas: int
-) -> ModelStates:
+def _with_reference(states: ModelStates, engine: Engine, params: RankParameters, replicas: int) -> ModelStates:
     """Add a copy of what the rank has of the weights that train: shards where they are sharded, in the same memory.
 
     Source: `SecondWeights.frozen` (toolkit/engines/second_weights.py).

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from toolkit.config.layout import Recompute
+from toolkit.config.layout import Layout, Recompute
 from toolkit.config.pipeline_schedules import Schedule
 from toolkit.config.stage_balance import GPU_FLOPS_PER_BYTE, Costs, balance, balance_schedule, recompute_cost
 from toolkit.estimate.parameters import ModelParameters
@@ -51,6 +51,11 @@ def bounds_of(setup: TrainingSetup, *, flops_per_byte: float = GPU_FLOPS_PER_BYT
         flops_per_byte=flops_per_byte,
         schedule=layout.table(setup.accumulation) if layout.schedule else None,
     )
+
+
+def stages_of_rank(layout: Layout, pipe: int) -> list[int]:
+    """Return the stages of pipeline rank `pipe`: several where the layout has several chunks on each rank."""
+    return [stage for stage, rank in enumerate(layout.stage_ranks) if rank == pipe]
 
 
 def _costs(model: ModelParameters, tokens: int, seq_len: int, recompute: Recompute, flops_per_byte: float) -> Costs:
