@@ -106,10 +106,25 @@ _KINDS: dict[str, Rounding] = {"reference": "none", "dp1-z1": "weights", "dp1-z0
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """The corpus, and the cache of its tokens."""
+    """The corpus, and a folder for what is made from it."""
 
     corpus: Path
     cache: Path
+
+    @property
+    def chats(self) -> Path:
+        """Conversations (context_cells.py)."""
+        return self.cache / "chats.jsonl"
+
+    @property
+    def chat_tokenizer(self) -> Path:
+        """Folder of their tokenizer."""
+        return self.cache / "chat-tokenizer"
+
+    @property
+    def models(self) -> Path:
+        """Folder of configs of models that no catalogue has."""
+        return self.cache / "models"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,13 @@ plain process, is that close in any step.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from matrix import LONG_STEPS, STEPS, VOCABULARY, Cell, Mathematics, Text
 from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig
 from typing_extensions import override
 
 from toolkit.config.recipe import ModelSection, Recipe, RouterAuxLossSection
@@ -69,7 +71,7 @@ class MixtureMathematics(Mathematics):
         if self.needs_margins(steps):
             options["initializer_range"] = WIDE
         model = ModelSection(
-            name_or_path=str(_config(self.family, options, self.layers, self.tied, text.cache)),
+            name_or_path=str(_config(self.family, options, self.layers, self.tied, text)),
             attn_implementation=attention,
             # Of scopes that do not depend on the size of micro-batches, which the cells of a baseline differ in.
             router_aux_loss=RouterAuxLossSection(
@@ -111,13 +113,27 @@ class MixtureCell(Cell):
         return self.where.tp > 1 or self.where.zero_stage != 3
 
 
-def _config(family: str, options: dict[str, Any], layers: int, tied: bool, folder: Path) -> Path:
+def _config(family: str, options: dict[str, Any], layers: int, tied: bool, text: Text) -> Path:
     """Write the config of a tiny model, once."""
     wide = "-wide" * ("initializer_range" in options)
-    path = folder / "models" / f"{family}-{layers}-{'tied' if tied else 'untied'}{wide}"
-    if not (path / "config.json").is_file():
-        known = tiny_config(family).to_dict()
-        sizes = {name: value for name, value in (_SMALL | _EXPERTS).items() if name in known}
-        changes = sizes | {"num_hidden_layers": layers, "tie_word_embeddings": tied} | options
-        tiny_config(family, **changes).save_pretrained(path)
-    return path
+    known = tiny_config(family).to_dict()
+    sizes = {name: value for name, value in (_SMALL | _EXPERTS).items() if name in known}
+    changes = sizes | {"num_hidden_layers": layers, "tie_word_embeddings": tied} | options
+    folder = text.models / f"{family}-{layers}-{'tied' if tied else 'untied'}{wide}"
+    return write_config(tiny_config(family, **changes), folder)
+
+
+def write_config(config: PretrainedConfig, folder: Path) -> Path:
+    """Write a config, once; other processes see all of it or nothing. Returns the folder."""
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent) as temporary:
+        written = Path(temporary) / folder.name
+        config.save_pretrained(written)
+        try:
+            written.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # another process was faster
+                raise
+    return folder

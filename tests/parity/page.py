@@ -6,6 +6,7 @@ from pathlib import Path
 from cell_runs import CellRun
 from matrix import ACTIVE_CLIP, FAMILIES, LAYOUTS, LONG_STEPS, PRECISIONS, STEPS, STRATEGIES, daily_cells
 from results import ROOT, Result, State, read_results
+from suites import MATRIX
 
 PAGE = ROOT / "docs" / "parity.md"
 COMPOSITIONS = "<!-- Compositions at random"
@@ -22,7 +23,7 @@ def write_page(state: State, runs: Sequence[CellRun], path: Path = PAGE) -> Path
     wanted = {str(run.cell): run for run in runs}
     results = {
         result.cell: result
-        for result in read_results(state.folder)
+        for result in read_results(state.folder(MATRIX))
         if result.cell in wanted and result.is_of(wanted[result.cell])
     }
     _, mark, compositions = (path.read_text() if path.exists() else "").partition(COMPOSITIONS)

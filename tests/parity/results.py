@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Self
 
 from cell_runs import CellRun, Outcome
@@ -58,10 +59,9 @@ class State:
             versions=versions,
         )
 
-    @property
-    def folder(self) -> Path:
-        """Folder of its results."""
-        return RESULTS / self.code
+    def folder(self, suite: str) -> Path:
+        """Folder of the results of a suite."""
+        return RESULTS / self.code / suite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +109,12 @@ class Result:
 
 @cache
 def digest_of_recipes(run: CellRun) -> str:
-    """Hash the recipes of a cell and of its baseline, steps included."""
-    nowhere = Text(corpus=Path("documents.jsonl"), cache=Path("cache"))
-    recipes = (run.cell.recipe(nowhere, steps=run.steps), run.cell.mathematics.recipe(nowhere, steps=run.steps))
-    return hashlib.sha256("".join(recipe.model_dump_json() for recipe in recipes).encode()).hexdigest()[:12]
+    """Hash the recipes of a cell and of its baseline, steps included, and not where their files are."""
+    with TemporaryDirectory() as folder:
+        text = Text(corpus=Path(folder) / "documents.jsonl", cache=Path(folder) / "cache")
+        recipes = (run.cell.recipe(text, steps=run.steps), run.cell.mathematics.recipe(text, steps=run.steps))
+        described = "".join(recipe.model_dump_json() for recipe in recipes).replace(folder, "")
+    return hashlib.sha256(described.encode()).hexdigest()[:12]
 
 
 def read_results(folder: Path) -> Iterator[Result]:

@@ -1,11 +1,12 @@
-"""Run the whole regression matrix, at once or in shards, and write the page of its results.
+"""Run suites of cells that are too many for every day, at once or in shards, and write the pages of their results.
 
     python tests/parity/whole_matrix.py run
-    python tests/parity/whole_matrix.py run --shard 2/4
+    python tests/parity/whole_matrix.py run --suite schedules --shard 2/4
     python tests/parity/whole_matrix.py page
 
 `run` writes a line for each cell to build/parity, resumes after an interruption, and exits with 1 if a cell failed.
-`page` writes docs/parity.md once all cells of this state of the code have passed.
+`page` writes docs/parity-layouts.md, and docs/parity.md once all cells of the matrix have passed with this state of the
+code.
 """
 
 import argparse
@@ -20,15 +21,13 @@ from rank_parent import become_rank_parent
 from small_text import write_corpus
 
 # isort: split
+import page
+import record
 from cell_runs import Baselines, CellRun, run_cells
-from matrix import Text, legal_cells, steps_of
-from page import IncompleteError, write_page
+from context_cells import write_chats_of
+from matrix import Text
 from results import Result, State, digest_of_recipes, read_results
-
-
-def all_runs() -> list[CellRun]:
-    """Every cell of the matrix."""
-    return [CellRun(cell=cell, steps=steps_of(cell)) for cell in legal_cells()]
+from suites import MATRIX, SUITES
 
 
 def shard_of(runs: list[CellRun], number: int, shards: int) -> list[CellRun]:
@@ -38,31 +37,45 @@ def shard_of(runs: list[CellRun], number: int, shards: int) -> list[CellRun]:
     return [run for run in runs if run.baseline in own]
 
 
-def run(number: int, shards: int, cores: int) -> int:
-    """Train the missing cells of a shard; return how many failed."""
+def run(suite: str, number: int, shards: int, cores: int) -> int:
+    """Train the missing cells of a shard of a suite; return how many failed."""
     state = State.now()
-    state.folder.mkdir(parents=True, exist_ok=True)
-    runs = shard_of(all_runs(), number, shards)
-    done = {(result.cell, result.recipes) for result in read_results(state.folder) if not result.outcome.failure}
-    missing = [run for run in runs if (str(run.cell), digest_of_recipes(run)) not in done]
-    print(f"{len(runs)} cells, {len(runs) - len(missing)} done before; results in {state.folder}", flush=True)
+    folder = state.folder(suite)
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = shard_of(SUITES[suite].runs(), number, shards)
+    passed = {(result.cell, result.recipes) for result in read_results(folder) if not result.outcome.failure}
+    missing = [run for run in runs if (str(run.cell), digest_of_recipes(run)) not in passed]
+    print(f"{suite}: {len(runs)} cells, {len(runs) - len(missing)} passed before; results in {folder}", flush=True)
     failed = 0
-    become_rank_parent()
     with (
-        tempfile.TemporaryDirectory(prefix="parity-") as folder,
-        (state.folder / f"shard-{number}-of-{shards}.jsonl").open("a") as file,
+        tempfile.TemporaryDirectory(prefix="parity-") as temporary,
+        (folder / f"shard-{number}-of-{shards}.jsonl").open("a") as file,
     ):
-        text = Text(corpus=write_corpus(Path(folder)), cache=Path(folder) / "cache")
+        text = Text(corpus=write_corpus(Path(temporary)), cache=Path(temporary) / "cache")
+        write_chats_of(text)
         ended = run_cells(missing, text, Baselines(text, cores=cores), cores=cores)
-        for count, (one, outcome, seconds) in enumerate(ended, 1):
-            file.write(Result.of(one, outcome, seconds, state).line())
+        for count, (cell_run, outcome, seconds) in enumerate(ended, 1):
+            file.write(Result.of(cell_run, outcome, seconds, state).line())
             file.flush()
             if outcome.failure:
                 failed += 1
-                print(f"FAILED {one.cell}\n{outcome.failure}", flush=True)
+                print(f"FAILED {cell_run.cell}\n{outcome.failure}", flush=True)
             if count % 100 == 0 or count == len(missing):
                 print(f"{count} of {len(missing)}, {failed} failed", flush=True)
     return failed
+
+
+def write_pages() -> None:
+    """Write the pages from the results of this state of the code. Raises page.IncompleteError, after writing others."""
+    state = State.now()
+    records = {}
+    for name, suite in SUITES.items():
+        if name != MATRIX:
+            path = record.RECORDS / f"{name}.csv"
+            records[name] = record.updated(record.read_record(path), suite.runs(), read_results(state.folder(name)))
+            record.write_record(path, records[name])
+    print(f"wrote {record.write_page(records)}")
+    print(f"wrote {page.write_page(state, SUITES[MATRIX].runs())}")
 
 
 def main() -> int:
@@ -70,16 +83,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     run_parser = commands.add_parser("run")
+    run_parser.add_argument("--suite", choices=SUITES, help="one of them; default: all")
     run_parser.add_argument("--shard", default="1/1", help="which part, as 2/4")
     run_parser.add_argument("--cores", type=int, default=3 * len(os.sched_getaffinity(0)), help="ranks at a time")
     commands.add_parser("page")
     arguments = parser.parse_args()
     if arguments.command == "run":
         number, shards = map(int, arguments.shard.split("/"))
-        return 1 if run(number, shards, arguments.cores) else 0
+        become_rank_parent()
+        suites = [arguments.suite] if arguments.suite else list(SUITES)
+        failed = [run(suite, number, shards, arguments.cores) for suite in suites]
+        return 1 if any(failed) else 0
     try:
-        print(f"wrote {write_page(State.now(), all_runs())}")
-    except IncompleteError as error:
+        write_pages()
+    except page.IncompleteError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
