@@ -58,7 +58,7 @@ def test_the_page_says_how_many_cells_of_a_strategy_were_run(
     text = record.write_page({"context": lines}, tmp_path / "page.md").read_text()
     assert "1 of 2 cells were run and passed" in text
     assert "commits abc." in text
-    assert "| cp2-z1 | 1 of 2 | 1.0e-07 | 2.0e-07 | 3.0e-07 | 4.0e-07 |" in text
+    assert "| cp2-z1 | fp32 | 1 of 2 | 1.0e-07 | 2.0e-07 | 3.0e-07 | 4.0e-07 |" in text
     text = record.write_page({"context": {}}, tmp_path / "page.md").read_text()
     assert "None of 2 cells was run." in text
-    assert "| cp2-z1 | 0 of 2 |  |  |  |  |" in text
+    assert "| cp2-z1 | fp32 | 0 of 2 |  |  |  |  |" in text
