@@ -33,6 +33,7 @@ from toolkit.convert.export_model import export_checkpoint
 from toolkit.convert.export_state import export_state
 from toolkit.convert.import_run import import_run
 from toolkit.convert.import_weights import find_step, import_weights, open_step
+from toolkit.convert.megatron_states import MegatronForm
 from toolkit.convert.training_state import MASTER
 from toolkit.convert.weight_map import halves_to_pairs
 from toolkit.errors import CheckpointError
@@ -108,7 +109,7 @@ def test_a_state_comes_back_from_every_format_bit_for_bit(
     assert_same(theirs, config, truth)
     import_run(theirs, tmp_path / "ours", recipe_of(make_recipe, theirs))
     for form in FORMATS:
-        export_state(tmp_path / "ours", tmp_path / form, form=form, vocabulary_multiple=64 if form == "megatron" else 1)
+        export_state(tmp_path / "ours", tmp_path / form, form=form, megatron=MegatronForm(vocabulary_multiple=64))
         assert_same(tmp_path / form, config, truth)
         import_weights(tmp_path / form, tmp_path / f"{form}-back")
         back = load_file(tmp_path / f"{form}-back" / "model.safetensors")

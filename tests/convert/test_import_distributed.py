@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from megatron_runs import (
     HEADS,
     HIDDEN,
     LAYERS,
+    METADATA,
     POSITIONS,
+    MegatronLayout,
+    equal_in_megatron,
     import_megatron,
     train_with_megatron,
 )
@@ -31,6 +35,7 @@ from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.config.recipe import Recipe
 from toolkit.convert.export_state import export_state
 from toolkit.convert.import_run import import_run
+from toolkit.convert.megatron_states import MegatronForm
 from toolkit.errors import CheckpointError
 from toolkit.model_init.build_model import load_config
 
@@ -343,8 +348,8 @@ def test_a_run_of_megatron_core_goes_on_here(
     recipe = make_recipe(**changes)
     samples = torch.stack([torch.cat([s["input_ids"], s["targets"][-1:]]) for s in samples_of(recipe)])
     source = tmp_path / "theirs" / f"iter_{SAVED_STEP:07d}"
-    arguments = (str(source), family, list(samples.split(4)), SAVED_STEP, VOCABULARY)
-    theirs = ranks(train_with_megatron, 4, *arguments)[0]
+    steps = list(samples.split(4))
+    theirs = ranks(train_with_megatron, 4, str(source), family, steps, SAVED_STEP, VOCABULARY)[0]
     (source.parent / "latest_checkpointed_iteration.txt").write_text(f"{SAVED_STEP}\n")
     imported = import_run(source.parent, tmp_path / "ours", recipe)
     assert imported.title == f"Megatron-Core, step {SAVED_STEP}"
@@ -358,11 +363,40 @@ def test_a_run_of_megatron_core_goes_on_here(
         )
     train("run_dir=ours", "--resume", "auto", world_size=2, **(changes | {"parallel": {"zero_stage": 2}}))
     assert losses(tmp_path / "ours") == pytest.approx(theirs[SAVED_STEP:], rel=1e-6)
-    if family == "mixtral":
-        return  # is exported with the norms of Transformer Engine's layers, which need a GPU
-    # And back: Megatron-Core itself reads the same weights and moments from what is exported.
-    start = tmp_path / "back" / source.name
-    export_state(tmp_path / "ours" / f"step-{SAVED_STEP:08d}", start.parent, form="megatron")
-    is_equal = ranks(train_with_megatron, 4, str(source), family, [], 0, VOCABULARY, str(start))[0]
-    assert len(is_equal) > LAYERS
-    assert all(is_equal)
+    # And back: Megatron-Core itself reads the same weights and moments from what is exported, and goes on as it would.
+    start = str(tmp_path / "back" / source.name)
+    form = MegatronForm(is_local=True)
+    export_state(tmp_path / "ours" / f"step-{SAVED_STEP:08d}", tmp_path / "back", form="megatron", megatron=form)
+    is_equal = ranks(equal_in_megatron, 4, [str(source), start], family, VOCABULARY)
+    assert min(len(of_rank) for of_rank in is_equal) > LAYERS
+    assert all(all(of_rank) for of_rank in is_equal)
+    resume = partial(train_with_megatron, load=start)
+    assert ranks(resume, 4, "", family, steps[SAVED_STEP:], None, VOCABULARY)[0] == theirs[SAVED_STEP:]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("has_prefix", [False, True], ids=["one-name-space", "a-prefix-for-each-optimizer"])
+def test_a_run_of_megatron_core_with_expert_parallelism_goes_on_here_and_there(
+    train: Train, make_recipe: Callable[..., Recipe], ranks: Ranks, tmp_path: Path, has_prefix: bool
+) -> None:
+    """Experts have an optimizer of their own there: two lists of parameter groups."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    import_megatron()
+    changes = megatron_recipe(make_recipe, "mixtral", tmp_path / "model")
+    recipe = make_recipe(**changes)
+    samples = torch.stack([torch.cat([s["input_ids"], s["targets"][-1:]]) for s in samples_of(recipe)])
+    steps = list(samples.split(4))
+    layout = MegatronLayout(ep=2)
+    source = tmp_path / "theirs" / f"iter_{SAVED_STEP:07d}"
+    write = partial(
+        train_with_megatron, layout=layout, metadata=METADATA | {"chained_optim_avoid_prefix": not has_prefix}
+    )
+    theirs = ranks(write, 2, str(source), "mixtral", steps, SAVED_STEP, VOCABULARY)[0]
+    import_run(source, tmp_path / "ours", recipe)
+    train("run_dir=ours", "--resume", "auto", world_size=2, **(changes | {"parallel": {"ep": 2}}))
+    assert losses(tmp_path / "ours") == pytest.approx(theirs[SAVED_STEP:], rel=1e-6)
+    step = tmp_path / "ours" / f"step-{SAVED_STEP:08d}"
+    form = MegatronForm(is_local=True, is_expert_parallel=True)
+    export_state(step, tmp_path / "back", form="megatron", megatron=form)
+    resume = partial(train_with_megatron, load=str(tmp_path / "back" / source.name), layout=layout)
+    assert ranks(resume, 2, "", "mixtral", steps[SAVED_STEP:], None, VOCABULARY)[0] == theirs[SAVED_STEP:]

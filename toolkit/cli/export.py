@@ -15,6 +15,7 @@ from toolkit.units import format_bytes
 if TYPE_CHECKING:
     from toolkit.checkpoint.model_directory import WrittenDirectory
     from toolkit.convert.export_model import Exported
+    from toolkit.convert.megatron_states import MegatronForm
     from toolkit.convert.model_comparison import ModelComparison
 
 _DIFFERS = 1
@@ -60,6 +61,14 @@ def describe(written: "WrittenDirectory", *details: str) -> str:
     metavar="N",
     help="For megatron: pad the vocabulary to a multiple of N (make-vocab-size-divisible-by x tp).",
 )
+@click.option(
+    "--transformer-impl",
+    type=click.Choice(["transformer_engine", "local"]),
+    default="transformer_engine",
+    show_default=True,
+    help="For megatron: whose layers read it.",
+)
+@click.option("--expert-parallel", is_flag=True, help="For megatron: an expert-model-parallel-size above 1 reads it.")
 @click.option("--merge", is_flag=True, help="Add LoRA's adapters to the weights that they are beside.")
 @click.option(
     "--verify",
@@ -73,6 +82,8 @@ def command(
     max_shard_size: int,
     format_: str,
     pad_vocabulary: int,
+    transformer_impl: str,
+    expert_parallel: bool,
     merge: bool,
     verify: bool,
 ) -> int:
@@ -96,9 +107,18 @@ def command(
         raise click.UsageError(f"{option} with --format {format_}: it has the fp32 weights of the optimizer. Omit it.")
     if pad_vocabulary > 1 and format_ != "megatron":
         raise click.UsageError(f"--pad-vocabulary with --format {format_}: only Megatron-Core pads it. Omit it.")
+    is_local = transformer_impl == "local"
+    if (is_local or expert_parallel) and format_ != "megatron":
+        option = "--transformer-impl" if is_local else "--expert-parallel"
+        raise click.UsageError(f"{option} with --format {format_}: it is of Megatron-Core. Omit it.")
     quiet(debug=False)
     if format_ != "hf":
-        return _export_state(source, output, format_, pad_vocabulary, verify=verify)
+        from toolkit.convert.megatron_states import MegatronForm
+
+        megatron = MegatronForm(
+            vocabulary_multiple=pad_vocabulary, is_local=is_local, is_expert_parallel=expert_parallel
+        )
+        return _export_state(source, output, format_, megatron, verify=verify)
     from toolkit.convert.export_model import DTYPES, export_checkpoint
 
     wanted = DTYPES[dtype] if dtype else None
@@ -121,14 +141,14 @@ def _verify(done: "Exported") -> int:
     return _print_comparison(compare_models(done.source, done.written.path, dtype=done.dtype), done)
 
 
-def _export_state(source: Path, output: Path, format_: str, pad_vocabulary: int, *, verify: bool) -> int:
+def _export_state(source: Path, output: Path, format_: str, megatron: "MegatronForm", *, verify: bool) -> int:
     from transformers.utils import logging
 
     from toolkit.convert.export_state import export_state
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    done = export_state(source, output, form=format_, vocabulary_multiple=pad_vocabulary)
+    done = export_state(source, output, form=format_, megatron=megatron)
     for notice in done.notices:
         click.echo(f"note: {notice}", err=True)
     click.echo(f"{done.source} → {describe(done.written)}")

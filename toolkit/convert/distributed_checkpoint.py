@@ -12,6 +12,7 @@ import io
 import math
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,6 +194,16 @@ class DistributedCheckpoint:
                 target = target.narrow(dim, begin, size)
             target.copy_(inside)
         return out
+
+    def drop_prefix(self, prefix: re.Pattern[str]) -> None:
+        """Read all keys without what matches at their beginning. Raises CheckpointError where two become the same."""
+        tensors: dict[str, DistributedTensor] = {}
+        for key, tensor in self.tensors.items():
+            name = prefix.sub("", key, count=1) if prefix.match(key) else key
+            if name in tensors:
+                raise checkpoint_error(self.directory, f"it has {printable(name)} twice. Choose a complete checkpoint.")
+            tensors[name] = tensor
+        self.tensors = tensors
 
     def object(self, key: str) -> Any:
         """A value that is no tensor, decoded without running anything. Raises CheckpointError."""

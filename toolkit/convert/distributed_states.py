@@ -37,6 +37,8 @@ _EMBEDDINGS = {"megatron": "embedding.word_embeddings.weight", "torchtitan": "to
 _MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 """Prefixes of Megatron-Core's fp32 weights: fully reshardable, and of other optimizers."""
 _BUCKETS = "optimizer.distributed.dp_group_idx_"
+_CHAINED = re.compile(r"chained_[0-9]+\.(?=optimizer\.)")
+"""What stands before the states of each of several optimizers: experts have one of their own."""
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.(.+)\.(lr|betas|eps|weight_decay)")
 _SUFFIX = ".distcp"
 _RANK_FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")
@@ -98,6 +100,7 @@ def open_state(step: Path, config: Config, shapes: Shapes) -> TrainingState:
         return open_gathered(step, shapes, _step(step, None))
     checkpoint = DistributedCheckpoint(step)
     if _EMBEDDINGS["megatron"] in checkpoint.tensors:
+        checkpoint.drop_prefix(_CHAINED)
         return _megatron(step, checkpoint, config, shapes)
     if _EMBEDDINGS["torchtitan"] in checkpoint.tensors:
         return _named(step, checkpoint, torchtitan_map(config, shapes), shapes)

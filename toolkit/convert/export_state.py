@@ -23,12 +23,15 @@ from toolkit.checkpoint.select import select_checkpoint
 from toolkit.convert.adapters import has_adapters
 from toolkit.convert.distributed_writer import Box, write_distributed
 from toolkit.convert.export_model import Exported, copy_small_files, read_config, write_config
-from toolkit.convert.import_weights import model_shapes, read_auto_config
-from toolkit.convert.megatron_names import LAYERS, megatron_map, padded_rows
+from toolkit.convert.import_weights import model_on_meta, model_shapes, read_auto_config
+from toolkit.convert.megatron_names import megatron_map, padded_rows
+from toolkit.convert.megatron_states import MegatronForm, common_state, extra_states, has_scheduler
 from toolkit.convert.torchtitan_names import FAMILIES as TITAN_FAMILIES
 from toolkit.convert.torchtitan_names import torchtitan_map
 from toolkit.convert.training_state import MASTER
-from toolkit.convert.weight_map import StoredWeight, WeightMap, as_named
+from toolkit.convert.weight_map import StoredWeight, WeightMap, WeightPart, as_named
+from toolkit.model_init.pretrained_weights import stored_weights
+from toolkit.parallel.shard import FullTensor
 
 _DEEPSPEED = "0.19.8"
 """The version of DeepSpeed whose universal format is written."""
@@ -39,13 +42,6 @@ _MEGATRON_METADATA = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_MEGATRON_LINEAR = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
-"""Layers for which Megatron-Core stores an extra state, which only Transformer Engine's FP8 fills."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +52,27 @@ class _Source:
     config: PretrainedConfig
     shapes: Mapping[str, tuple[int, ...]]
     kinds: tuple[str, ...]
+    converted: Mapping[str, FullTensor] | None = None
+    """Weights of a model that are stored under other names, or each expert by itself; None: as the model has them."""
 
     def value(self, kind: str, name: str) -> torch.Tensor:
-        stored = self.reader.tensor(on_disk.MODEL if kind == MASTER else kind, name, dtype=torch.float32)
-        return stored.clone()
+        return self._full(kind, name).clone()
+
+    def part(self, kind: str, part: WeightPart) -> torch.Tensor:
+        """The part of a parameter that is stored by itself: an expert, or all of it."""
+        if not part.index:
+            return self.value(kind, part.name)
+        (place,) = part.index
+        return self._full(kind, part.name).narrow(0, place, 1)[0].clone()
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """A weight in its stored dtype, mapped from its file where it is stored by this name."""
+        return self.value(MASTER, name) if self.converted else self.reader.tensor(on_disk.MODEL, name)._read(())
+
+    def _full(self, kind: str, name: str) -> FullTensor:
+        if kind == MASTER and self.converted is not None:
+            return self.converted[name]
+        return self.reader.tensor(on_disk.MODEL if kind == MASTER else kind, name, dtype=torch.float32)
 
     @property
     def step(self) -> int:
@@ -93,17 +106,23 @@ class _Source:
         return group
 
     @property
+    def recipe(self) -> Mapping[str, Any]:
+        """The recipe of the run; empty where it is not stored."""
+        return (self.reader.trainer_state or {}).get("recipe") or {}
+
+    @property
     def _section(self) -> Mapping[str, Any]:
         """The section of the recipe about the optimizer; empty where the recipe is not stored."""
-        recipe = (self.reader.trainer_state or {}).get("recipe") or {}
-        return recipe.get("optimizer") or {}
+        return self.recipe.get("optimizer") or {}
 
 
-def export_state(path: Path, destination: Path, *, form: str, vocabulary_multiple: int = 1) -> Exported:
+_PLAIN_MEGATRON = MegatronForm()
+
+
+def export_state(path: Path, destination: Path, *, form: str, megatron: MegatronForm = _PLAIN_MEGATRON) -> Exported:
     """Write the newest complete checkpoint of the run `path`, or the one at `path`, in another program's format.
 
-    `vocabulary_multiple`: for Megatron-Core, what the rows of the vocabulary are padded to a multiple of. Raises
-    CheckpointError.
+    `megatron`: who of Megatron-Core reads it, where that is the format. Raises CheckpointError.
     """
     check_unused(destination)
     selected = select_checkpoint(path)
@@ -114,39 +133,55 @@ def export_state(path: Path, destination: Path, *, form: str, vocabulary_multipl
     config = read_auto_config(selected.path)
     shapes = model_shapes(config)
     missing = next((name for name in shapes if not reader.has(on_disk.MODEL, name)), None)
+    converted = None
     if missing is not None:
-        advice = "A directory that transformers saved: import it first, by dstk import."
-        raise on_disk.checkpoint_error(selected.path, f"it has no {missing}. {advice}")
+        if not selected.is_weights_only:
+            raise on_disk.checkpoint_error(selected.path, f"it has no {missing}. Choose a complete checkpoint.")
+        converted = _converted(selected.path, config, shapes)
     kinds = tuple(kind for kind in _KINDS if all(reader.has(kind, name) for name in shapes))
-    source = _Source(reader=reader, config=config, shapes=shapes, kinds=kinds)
+    source = _Source(reader=reader, config=config, shapes=shapes, kinds=kinds, converted=converted)
     write = {"dcp": _write_dcp, "universal": _write_universal}.get(form)
     nbytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * 4 * (1 + len(kinds))
     with new_directory(destination, nbytes=nbytes) as directory:
         if write is None:
-            _write_megatron(source, directory, vocabulary_multiple)
+            _write_megatron(source, directory, megatron)
         else:
             write(source, directory)
         write_config(directory, read_config(selected.path, follow=True), "float32")
         copy_small_files(selected.path, directory, follow=selected.is_weights_only)
         files = sum(file.is_file() for file in directory.rglob("*"))
     written = WrittenDirectory(path=destination, files=files, tensors=len(shapes) * (1 + len(kinds)), nbytes=nbytes)
-    notices = selected.notices if kinds else (*selected.notices, "there are no moments of Adam: weights alone")
+    notices = selected.notices
+    if not kinds:
+        notices = (*notices, "there are no moments of Adam: weights alone")
+    elif write is None and source.recipe and not has_scheduler(source.recipe):
+        name = source.recipe["schedule"]["name"]
+        problem = f"Megatron-LM has no schedule like {name}"
+        notices = (*notices, f"{problem}: choose one of its own by its flags, with --override-opt_param-scheduler")
     return Exported(source=selected.path, written=written, dtype=torch.float32, notices=notices)
 
 
+def _converted(path: Path, config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FullTensor]:
+    """Weights that transformers' own rules make of what `save_pretrained` stored. Raises CheckpointError."""
+    stored = stored_weights(model_on_meta(config), str(path), dtype=torch.float32)
+    for name, shape in shapes.items():
+        if name not in stored:
+            raise on_disk.checkpoint_error(path, f"it has no {name}. Choose a complete model.")
+        if tuple(stored[name][1]) != shape:
+            problem = f"{name} is {list(stored[name][1])} there, and {list(shape)} by its config"
+            raise on_disk.checkpoint_error(path, f"{problem}. Choose the config that it was saved with.")
+    return {name: stored[name][0] for name in shapes}
+
+
 def _boxes(source: _Source, names: WeightMap, kind: str, before: str, after: str = "") -> Iterator[Box]:
-    counts: dict[str, list[int]] = {}
-    for weight in names.weights:
-        sizes = counts.setdefault(weight.key, [0 for _ in weight.index])
-        for dim, place in enumerate(weight.index):
-            sizes[dim] = max(sizes[dim], place + 1)
+    sizes = names.leading_sizes()
     for weight in names.weights:
         with torch.device("meta"):
             parts = [torch.empty(source.shapes[part.name][len(part.index) :]) for part in weight.parts]
             shape = tuple(weight.fuse(parts).shape)
         yield Box(
             key=f"{before}{weight.key}{after}",
-            shape=(*counts[weight.key], *shape),
+            shape=(*sizes[weight.key], *shape),
             dtype=torch.float32,
             index=weight.index,
             value=_value(source, kind, weight),
@@ -155,7 +190,7 @@ def _boxes(source: _Source, names: WeightMap, kind: str, before: str, after: str
 
 def _value(source: _Source, kind: str, weight: StoredWeight) -> Callable[[], torch.Tensor]:
     def value() -> torch.Tensor:
-        return weight.fuse([source.value(kind, part.name)[part.index] for part in weight.parts])
+        return weight.fuse([source.part(kind, part) for part in weight.parts])
 
     return value
 
@@ -184,33 +219,29 @@ def _scalar(key: str, value: torch.Tensor) -> Box:
     return Box(key=key, shape=(), dtype=value.dtype, value=lambda: value)
 
 
-def _write_megatron(source: _Source, directory: Path, multiple: int) -> None:
-    rows = padded_rows(source.config.vocab_size, multiple=multiple)
-    names = megatron_map(source.config, source.shapes, is_stacked=True, vocabulary_rows=rows)
+def _write_megatron(source: _Source, directory: Path, form: MegatronForm) -> None:
+    names = megatron_map(
+        source.config,
+        source.shapes,
+        is_stacked=True,
+        is_local=form.is_local,
+        vocabulary_rows=padded_rows(source.config.vocab_size, multiple=form.vocabulary_multiple),
+    )
     boxes = list(_boxes(source, names, MASTER, ""))
     for kind in source.kinds:
         boxes += _boxes(source, names, kind, f"optimizer.state.{kind}.")
     if source.kinds:
         boxes += _boxes(source, names, MASTER, "optimizer.state.param.")
-    layers = source.config.num_hidden_layers
-    stored = {weight.key for weight in names.weights}
-    objects = {
-        f"{LAYERS}{layer}._extra_state/shard_{number}_{layers}": [None]
-        for layer in _MEGATRON_LINEAR
-        for number in range(layers)
-        if f"{LAYERS}{layer}.weight" in stored
-    }
     step = directory / f"iter_{source.step:07d}"
     step.mkdir()
-    write_distributed(step, boxes, objects)
-    group = source.optimizer | {"step": source.updates, "is_expert_parallel": False, "is_decoupled_lr": False}
-    groups = [group | {"wd_mult": wd_mult, "lr_mult": 1.0} for wd_mult in (1.0, 0.0)]
-    common: dict[str, Any] = {"iteration": source.step, "checkpoint_version": 3.0}
-    if source.kinds:
-        common["optimizer"] = {
-            "optimizer": {"param_groups": groups},
-            "param_state_sharding_type": "fully_reshardable",
-        }
+    write_distributed(step, boxes, extra_states(names, is_local=form.is_local))
+    common = common_state(
+        step=source.step,
+        updates=source.updates,
+        settings=source.optimizer if source.kinds else None,
+        recipe=source.recipe,
+        is_expert_parallel=form.is_expert_parallel,
+    )
     torch.save(common, step / "common.pt")
     on_disk.write_synced(step / "metadata.json", json.dumps(_MEGATRON_METADATA).encode())
     on_disk.write_synced(directory / "latest_checkpointed_iteration.txt", str(source.step).encode())
@@ -236,7 +267,7 @@ def _write_universal(source: _Source, directory: Path) -> None:
     settings = {key: value for key, value in source.optimizer.items() if key != "weight_decay"}
     model = {
         # Mapped from the files of the checkpoint: torch.save reads them one by one.
-        "module": {name: source.reader.tensor(on_disk.MODEL, name)._read(()) for name in source.shapes},
+        "module": {name: source.mapped(name) for name in source.shapes},
         "buffer_names": [],
         "param_shapes": shapes,
         "frozen_param_shapes": None,

@@ -2,9 +2,9 @@
 
 Decoder layers of one kind are one tensor with the layer as first dimension (`decoder.layers.self_attention…`), else one
 each (`decoder.layers.3.…`); experts are a dimension after it. Norms before a linear layer have that layer's name, with
-Transformer Engine's layers and without; before experts, only without. Query, key and value are fused group by group,
-gate and up one above the other, and the rows of the vocabulary are padded. Source: what megatron-core 0.16.1 writes;
-megatron/core/transformer/{attention,mlp}.py and megatron/core/models/gpt/gpt_layer_specs.py.
+Transformer Engine's layers and without; before experts, only without (`is_local`). Query, key and value are fused group
+by group, gate and up one above the other, and the rows of the vocabulary are padded. Source: what megatron-core 0.16.1
+writes; megatron/core/transformer/{attention,mlp}.py and megatron/core/models/gpt/gpt_layer_specs.py.
 """
 
 from collections.abc import Iterator
@@ -29,18 +29,33 @@ from toolkit.errors import CheckpointError
 
 FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 LAYERS = "decoder.layers."
+_NORM = "pre_mlp_layernorm.weight"
+_LOCAL_NORM = "mlp.linear_fc1.layer_norm_weight"
+"""Names of the norm before experts, with Transformer Engine's layers and without."""
 
 
-def megatron_map(config: Config, shapes: Shapes, *, is_stacked: bool, vocabulary_rows: int | None = None) -> WeightMap:
+def megatron_map(
+    config: Config,
+    shapes: Shapes,
+    *,
+    is_stacked: bool,
+    is_local: bool = False,
+    vocabulary_rows: int | None = None,
+) -> WeightMap:
     """The map of a model with these parameters. `is_stacked`: whether layers are one tensor.
 
+    `is_local`: whether layers are Megatron-Core's own, and not Transformer Engine's; either is read.
     `vocabulary_rows`: of the padded vocabulary; by default that of the model. Raises CheckpointError for a family whose
     names are not known.
     """
     if config.model_type not in FAMILIES:
         reason = "its names in Megatron-Core are not known here"
         raise CheckpointError.of("model_type", config.model_type, reason, ("model_type", " or ".join(FAMILIES)))
-    names = _Gpt2(config, is_stacked) if config.model_type == "gpt2" else _Llama(config, shapes, is_stacked)
+    names: _Gpt2 | _Llama
+    if config.model_type == "gpt2":
+        names = _Gpt2(config, is_stacked)
+    else:
+        names = _Llama(config, shapes, is_stacked, is_local)
     rows = vocabulary_rows or config.vocab_size
     return WeightMap("Megatron-Core", [*names.outside(rows), *names.inside()])
 
@@ -126,10 +141,12 @@ def _place(layer: int, key: str, is_stacked: bool) -> dict[str, Any]:
 class _Llama:
     """Llama and its kin: RMS norms, grouped queries, a gated MLP or experts that each are one."""
 
-    def __init__(self, config: Config, shapes: Shapes, is_stacked: bool) -> None:
+    def __init__(self, config: Config, shapes: Shapes, is_stacked: bool, is_local: bool) -> None:
         self.config = config
         self.shapes = shapes
         self.is_stacked = is_stacked
+        self.expert_norm = _LOCAL_NORM if is_local else _NORM
+        self.other_expert_norm = _NORM if is_local else _LOCAL_NORM
         heads = config.num_attention_heads
         groups = config.num_key_value_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -149,10 +166,10 @@ class _Llama:
             yield from self._norm(layer, "self_attention.q_layernorm.weight", "self_attn.q_norm.weight")
             yield from self._norm(layer, "self_attention.k_layernorm.weight", "self_attn.k_norm.weight")
             if self._name(layer, "mlp.experts.gate_up_proj") in self.shapes:
-                place = _place(layer, "pre_mlp_layernorm.weight", self.is_stacked)
-                local = _place(layer, "mlp.linear_fc1.layer_norm_weight", self.is_stacked)["key"]
+                place = _place(layer, self.expert_norm, self.is_stacked)
+                other = _place(layer, self.other_expert_norm, self.is_stacked)["key"]
                 norm = WeightPart(name=self._name(layer, "post_attention_layernorm.weight"))
-                yield StoredWeight(parts=(norm,), alias=local, **place)
+                yield StoredWeight(parts=(norm,), alias=other, **place)
                 yield from self._experts(layer)
             else:
                 yield from self._norm(layer, "mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight")

@@ -56,6 +56,14 @@ class WeightMap:
     def parameters(self) -> tuple[str, ...]:
         return tuple(self._of)
 
+    def leading_sizes(self) -> dict[str, tuple[int, ...]]:
+        """The sizes of the first dimensions of each stored tensor, in which its boxes have an index, by key."""
+        sizes: dict[str, tuple[int, ...]] = {}
+        for weight in self.weights:
+            before = sizes.get(weight.key, tuple(0 for _ in weight.index))
+            sizes[weight.key] = tuple(max(size, place + 1) for size, place in zip(before, weight.index, strict=True))
+        return sizes
+
     def stored(self, name: str) -> list[StoredWeight]:
         """The stored weights that hold values of a parameter."""
         return [weight for weight, _ in self._of[name]]
