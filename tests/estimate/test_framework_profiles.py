@@ -9,7 +9,7 @@ from toolkit.config.layout import Layout
 from toolkit.errors import ConfigError, LayoutError
 from toolkit.estimate.framework_profile import FrameworkProfile, profile
 from toolkit.estimate.model_facts import ModelFacts
-from toolkit.estimate.profile_memory import activations, stage_layers
+from toolkit.estimate.profile_activations import activations, stage_layers
 from toolkit.hardware import gpu
 
 GPT = {"model_type": "gpt2", "n_embd": 512, "n_layer": 12, "n_head": 8, "n_positions": 1024, "vocab_size": 50304}

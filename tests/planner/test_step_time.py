@@ -13,7 +13,7 @@ from toolkit.config.simulate_schedule import ScheduleCosts, simulate
 from toolkit.estimate.flops import train_flops_per_token
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.model_facts import ModelFacts
-from toolkit.estimate.profile_memory import stage_layers
+from toolkit.estimate.profile_activations import stage_layers
 from toolkit.estimate.profile_stages import stage_bounds
 from toolkit.estimate.recorded.recording import config_text
 from toolkit.estimate.recorded.recordings import parameters

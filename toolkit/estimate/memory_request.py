@@ -1,7 +1,7 @@
 """MemoryRequest: the memory of every pipeline stage of a training setup, from a config.json alone.
 
 Which moments may be a rank's peak says `rank_breakdown`; `stage_breakdown` finds them for an engine's own schedule,
-`scheduled_breakdown` for a schedule of the toolkit's, and `profile_memory` for another framework.
+`scheduled_breakdown` for a schedule of the toolkit's, and `profile_breakdown` for another framework.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,8 @@ from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.overhead import beside
-from toolkit.estimate.profile_memory import profile_breakdown, stage_layers
+from toolkit.estimate.profile_activations import stage_layers
+from toolkit.estimate.profile_breakdown import profile_breakdown
 from toolkit.estimate.rank_states import Engine
 from toolkit.estimate.scheduled_breakdown import scheduled_breakdown
 from toolkit.estimate.stage_bounds import bounds_of

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
+from toolkit.config.layout import Layout
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.parameters import ModelParameters
-from toolkit.estimate.profile_memory import stage_parameters
 from toolkit.estimate.rank_parameters import RankParameters
 from toolkit.estimate.recorded.recording import Precision
 from toolkit.estimate.recorded.recordings import parameters as recorded_parameters
@@ -60,40 +61,96 @@ def rank_states(
 
     `model`: the parameters, in place of the setup's own.
     """
-    layout = setup.layout
+    dtypes = _EngineDtypes.of(engine)
+    weights = _rank_weights(setup, engine, stage, layers, model=model)
+    replicas = setup.layout.zero_shards
+    if isinstance(engine, DeepSpeedSettings):
+        states = deepspeed_states(engine, weights.params, dp=replicas, accumulation=setup.accumulation)
+    else:
+        states = engine.states(weights.params, shards=replicas, accumulation=setup.accumulation)
+    if setup.keeps_reference:
+        states = _with_reference(states, engine, weights.params, replicas)
+    # A matrix that is kept in 4 bits is unpacked for each of its products.
+    unpacked_bytes = 2 if dtypes.autocast else dtypes.itemsize
+    states = replace(states, gathered=states.gathered + weights.unpacked * unpacked_bytes)
+    return RankStates(
+        params=weights.params,
+        parameter_count=weights.count,
+        states=states,
+        itemsize=dtypes.itemsize,
+        autocast=dtypes.autocast,
+    )
+
+
+def stage_parameters(
+    parameters: ModelParameters, layout: Layout, stage: int, layers: Sequence[int], *, by_decay: bool, **groups: bool
+) -> RankParameters:
+    """Return the parameters of a rank of a pipeline stage, or, where ranks have several, of rank number `stage`."""
+    return parameters.rank_parameters(
+        layers=layers,
+        first=layout.stage_ranks[0] == stage,
+        last=layout.stage_ranks[-1] == stage,
+        tp=layout.tp,
+        ep=layout.ep,
+        inner=layout.experts == "inner",
+        by_decay=by_decay,
+        **groups,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EngineDtypes:
+    """The dtypes in which an engine keeps weights and computes."""
+
+    weight_bytes: int
+    """Bytes of an element of the weights."""
+    itemsize: int
+    """Bytes of an element of the weights that a layer computes with, and of activations."""
+    autocast: bool
+
+    @classmethod
+    def of(cls, engine: Engine) -> Self:
+        """Read the dtypes of an engine."""
+        if isinstance(engine, DeepSpeedSettings):
+            return cls(
+                weight_bytes=engine.model_bytes,
+                itemsize=engine.model_bytes,
+                autocast=engine.autocast != "none",
+            )
+        return cls(weight_bytes=engine.weight_bytes, itemsize=engine.itemsize, autocast=engine.autocast)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RankWeights:
+    """A rank's parameters as they are kept."""
+
+    params: RankParameters
+    """Those in 4 bits count as so many elements of the weights' dtype as they take memory."""
+    count: int
+    """Elements of the parameters, before any are packed in 4 bits."""
+    unpacked: int
+    """Elements of the largest matrix that is kept in 4 bits; 0 without any."""
+
+
+def _rank_weights(
+    setup: TrainingSetup, engine: Engine, stage: int, layers: Sequence[int], *, model: ModelParameters | None
+) -> _RankWeights:
+    """Return the parameters of a rank, with adapters and in 4 bits if they are so. The arguments: as `rank_states`."""
     groups = {
         "by_decay": isinstance(engine, TorchStates) or engine.by_decay,
         "by_copies": engine.hidden_in_8_bits,
         "by_matrix": engine.muon or engine.hidden_in_8_bits,
     }
-    if isinstance(engine, DeepSpeedSettings):
-        weight_bytes = engine.model_bytes
-        itemsize = engine.model_bytes
-        autocast = engine.autocast != "none"
-    else:
-        weight_bytes = engine.weight_bytes
-        itemsize = engine.itemsize
-        autocast = engine.autocast
     trainable = without_4bit(setup.computation.trainable)
     whole = setup.model.parameters if model is None else model
     if trainable:
         whole = recorded_parameters(setup.model.config, trainable)
-    counted = stage_parameters(whole, layout, stage, layers, **groups)
-    params = counted
-    unpacked = 0
-    if trainable != setup.computation.trainable:
-        packed, unpacked = in_4_bits(whole, weight_bytes)
-        params = stage_parameters(packed, layout, stage, layers, **groups)
-    replicas = layout.zero_shards
-    if isinstance(engine, DeepSpeedSettings):
-        states = deepspeed_states(engine, params, dp=replicas, accumulation=setup.accumulation)
-    else:
-        states = engine.states(params, shards=replicas, accumulation=setup.accumulation)
-    if setup.keeps_reference:
-        states = _with_reference(states, engine, params, replicas)
-    # A matrix that is kept in 4 bits is unpacked for each of its products.
-    states = replace(states, gathered=states.gathered + unpacked * (2 if autocast else itemsize))
-    return RankStates(params=params, parameter_count=counted.numel, states=states, itemsize=itemsize, autocast=autocast)
+    params = stage_parameters(whole, setup.layout, stage, layers, **groups)
+    if trainable == setup.computation.trainable:
+        return _RankWeights(params=params, count=params.numel, unpacked=0)
+    packed, unpacked = in_4_bits(whole, _EngineDtypes.of(engine).weight_bytes)
+    packed_params = stage_parameters(packed, setup.layout, stage, layers, **groups)
+    return _RankWeights(params=packed_params, count=params.numel, unpacked=unpacked)
 
 
 def _with_reference(states: ModelStates, engine: Engine, params: RankParameters, replicas: int) -> ModelStates:
@@ -101,14 +158,16 @@ def _with_reference(states: ModelStates, engine: Engine, params: RankParameters,
 
     Source: `SecondWeights.frozen` (toolkit/engines/second_weights.py).
     """
-    if isinstance(engine, DeepSpeedSettings):
-        elements = params.trained
-        if engine.zero_stage == 3:
-            elements = sum(size * count for group in params.groups for size, count in group.shards(replicas))
-        copied = engine.model_bytes * elements
-    else:
-        frozen = -(-params.frozen.numel // replicas) if engine.gathered_bytes else params.frozen.numel
-        copied = states.resident.parameters - engine.weight_bytes * frozen
-    if isinstance(engine, DeepSpeedSettings) and engine.zero_stage == 3 and engine.offload_params:
+    if isinstance(engine, TorchStates):
+        is_sharded = engine.gathered_bytes > 0
+        frozen_numel = -(-params.frozen.numel // replicas) if is_sharded else params.frozen.numel
+        copied = states.resident.parameters - engine.weight_bytes * frozen_numel
+        return replace(states, resident=replace(states.resident, reference=copied))
+    if engine.zero_stage < 3:
+        copied = engine.model_bytes * params.trained
+        return replace(states, resident=replace(states.resident, reference=copied))
+    shard_numel = sum(numel * count for group in params.groups for numel, count in group.shards(replicas))
+    copied = engine.model_bytes * shard_numel
+    if engine.offload_params:
         return replace(states, host=replace(states.host, reference=copied))
     return replace(states, resident=replace(states.resident, reference=copied))

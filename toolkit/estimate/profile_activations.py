@@ -1,4 +1,4 @@
-"""The memory of a pipeline stage under another framework's profile: closed forms over its table of facts.
+"""The activations of a pipeline stage under another framework's profile: closed forms over its table of facts.
 
 A layer keeps what Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equations
 1 to 6, count for Megatron's fused layers, tensor by tensor; a profile's facts say how many bytes of each size.
@@ -6,23 +6,16 @@ A layer keeps what Korthikanti et al. 2022, "Reducing Activation Recomputation i
 Dims: b samples, s positions, h hidden, a heads, k key-value heads, d features of a head, f MLP width, v vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Self
 
-from toolkit.config.layout import Layout
 from toolkit.errors import LayoutError, Setting
-from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.model_facts import ModelFacts
-from toolkit.estimate.overhead import beside, is_hopper, workspace_bytes
-from toolkit.estimate.parameters import ModelParameters
 from toolkit.estimate.profile_stages import stage_bounds
-from toolkit.estimate.rank_parameters import RankParameters
-from toolkit.estimate.states import ModelStates
 from toolkit.estimate.training_setup import TrainingSetup
-from toolkit.hardware import Gpu
 from toolkit.models.families.registry import CONFIG_SCHEMAS
 
 _MIB = 2**20
@@ -197,18 +190,7 @@ def _sizes(setup: TrainingSetup, profile: FrameworkProfile) -> dict[str, int]:
     tp = layout.tp
     positions = setup.seq_len // profile.context_parallel
     tokens = positions * setup.micro_batch_size
-    mlp = float(shape.ffn)
-    rows = 0.0
-    experts = shape.experts
-    if experts is not None:
-        mixed = experts.layers / shape.layers
-        lanes = 1 if layout.experts == "inner" else tp
-        busiest = setup.computation.imbalance if setup.expert_owners > 1 else 1.0
-        rows = experts.per_token * busiest / lanes
-        shared = max(0, experts.always - experts.count * shape.hidden) * experts.ffn / experts.weights
-        # Elements of a tensor-parallel rank's share, times the ranks.
-        mlp = (1 - mixed) * mlp + mixed * (rows * experts.ffn * lanes + shared)
-        rows *= mixed
+    expert_rows = _ExpertRows.of(setup)
     split = tp if layout.sequence_parallel else 1
     vocabulary = shape.vocab if profile.facts.get("whole_vocabulary") else -(-shape.vocab // tp)
     return {
@@ -221,145 +203,47 @@ def _sizes(setup: TrainingSetup, profile: FrameworkProfile) -> dict[str, int]:
         "head_rows": tokens * shape.heads // tp,
         "scores": tokens * positions * shape.heads // tp,
         "mask": positions * positions,
-        "mlp": int(tokens * mlp / tp),
-        "routed": int(tokens * rows * shape.hidden),
+        "mlp": int(tokens * expert_rows.mlp_width / tp),
+        "routed": int(tokens * expert_rows.per_token * shape.hidden),
         "logits": tokens * vocabulary,
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ExpertRows:
+    """What experts compute for a token in the mean layer; experts of a layer without any are none."""
+
+    per_token: float
+    """Routed rows, pairs of a token and an expert, for each token on the busiest rank."""
+    mlp_width: float
+    """Elements of the activation function for each token, of all tensor-parallel ranks together."""
+
+    @classmethod
+    def of(cls, setup: TrainingSetup) -> Self:
+        """Count the rows of a setup's experts."""
+        layout = setup.layout
+        shape = setup.model.shape
+        experts = shape.experts
+        if experts is None:
+            return cls(per_token=0.0, mlp_width=float(shape.ffn))
+        share_of_layers = experts.layers / shape.layers
+        token_shards = 1 if layout.experts == "inner" else layout.tp
+        busiest = setup.computation.imbalance if setup.expert_owners > 1 else 1.0
+        rows = experts.per_token * busiest / token_shards
+        shared_width = max(0, experts.always - experts.count * shape.hidden) * experts.ffn / experts.weights
+        expert_width = rows * experts.ffn * token_shards + shared_width
+        return cls(
+            per_token=rows * share_of_layers,
+            mlp_width=(1 - share_of_layers) * float(shape.ffn) + share_of_layers * expert_width,
+        )
 
 
 def _bytes(facts: Mapping[str, int], sizes: Mapping[str, int]) -> int:
     return sum(count * sizes[name] for name, count in facts.items())
 
 
-def stage_parameters(
-    parameters: ModelParameters, layout: Layout, stage: int, layers: Sequence[int], *, by_decay: bool, **groups: bool
-) -> RankParameters:
-    """Return the parameters of a rank of a pipeline stage, or, where ranks have several, of rank number `stage`."""
-    return parameters.rank_parameters(
-        layers=layers,
-        first=layout.stage_ranks[0] == stage,
-        last=layout.stage_ranks[-1] == stage,
-        tp=layout.tp,
-        ep=layout.ep,
-        inner=layout.experts == "inner",
-        by_decay=by_decay,
-        **groups,
-    )
-
-
-def profile_breakdown(
-    setup: TrainingSetup, profile: FrameworkProfile, gpu: Gpu | None, stage: int, layers: range
-) -> MemoryBreakdown:
-    """One stage: the worst of the loss, the last layer's and the first layer's backward pass, and the update."""
-    check(setup, profile)
-    layout = setup.layout
-    params = stage_parameters(setup.model.parameters, layout, stage, layers, by_decay=False)
-    shards = layout.dp * profile.context_parallel
-    states = profile.states(params, shards=shards, accumulation=setup.accumulation, zero_stage=layout.zero_stage)
-    chunk = activations(setup, profile, stage, len(layers))
-    worst = _worst_moment(chunk, states, params, is_last=stage == layout.pp - 1)
-    other_chunks = (chunk.in_flight - 1) * (chunk.layers + (chunk.ends if profile.virtual_stages == 1 else 0))
-    between = _between(setup, profile, chunk, stage)
-    scattered = 0 if worst.name == "head" else states.buckets  # FSDP's gradients; the others' buckets stay
-    live = other_chunks + worst.activations
-    backward = states.accumulated + worst.gradients + scattered + states.gathered + live
-    update = max(states.step, states.reduction)
-    resident = states.resident
-    workspace = _workspaces(profile, gpu)
-    if not profile.transformer_engine:
-        workspace += _bytes(profile.facts["local"], _sizes(setup, profile))
-    static = resident.total + between + workspace
-    allocated = static + max(backward, update)
-    at_head = chunk.head if worst.name == "head" else 0
-    # FSDP2 gathers into, and reduces from, pools of streams that no other tensor uses (_fsdp_collectives.py).
-    cached = states.step if profile.facts.get("caches_update") else 0
-    if states.gathered:
-        cached += states.gathered + states.complete
-    return MemoryBreakdown(
-        stage=stage,
-        rank=layout.rank(pipe=stage),
-        layers=len(layers),
-        parameter_count=params.numel,
-        trained_count=params.trained,
-        parameters=resident.parameters,
-        gradients=resident.gradients + states.accumulated + worst.gradients,
-        masters=resident.masters,
-        optimizer=resident.optimizer,
-        buckets=resident.buckets + scattered + between,
-        gathered=states.gathered,
-        model_buffers=resident.model_buffers + resident.counters,
-        activations={
-            "layers": other_chunks + min(worst.activations, chunk.layers),
-            "ends": max(0, worst.activations - chunk.layers - at_head),
-        },
-        logits=at_head,
-        update=max(0, update - backward),
-        host=states.host,
-        nvme=states.nvme,
-        host_loading=4 * params.numel,
-        static=static,
-        workspace=workspace,
-        band=profile.facts["band"],
-        cached=cached,
-        **beside(layout, gpu, allocated, margin=profile.facts.get("margin"), context=profile.facts.get("context_mib")),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Moment:
-    """A moment of the backward pass of a chunk, in bytes."""
-
-    name: Literal["head", "layer", "lowest"]
-    """The place of the moment: at the loss, in the last layer, or in the first one."""
-    activations: int
-    gradients: int
-    """Gradients of weights that this pass has allocated so far."""
-
-
-def _worst_moment(chunk: ProfileActivations, states: ModelStates, params: RankParameters, *, is_last: bool) -> _Moment:
-    """Return the moment of the backward pass at which most is live."""
-    grown = max(0, params.layers - 1) * states.fresh_layer
-    outside = (params.numel - sum(params.layer_numels)) * states.fresh_layer // max(1, params.layer_numel)
-    kept = chunk.layers + chunk.ends
-    moments = (
-        _Moment(name="head", activations=kept + chunk.head, gradients=0),
-        _Moment(name="layer", activations=kept + chunk.backward, gradients=outside if is_last else 0),
-        _Moment(name="lowest", activations=chunk.lowest, gradients=grown + outside),
-    )
-    return max(moments, key=lambda moment: moment.activations + moment.gradients)
-
-
-def _between(setup: TrainingSetup, profile: FrameworkProfile, chunk: ProfileActivations, stage: int) -> int:
-    """Bytes that a pipeline keeps between two steps: the last input with its gradient, or DeepSpeed's slots.
-
-    Megatron-DeepSpeed sends hidden states in parts, one a tensor-parallel rank; its first stage's slots have tokens,
-    positions and mask, its last stage's the logits in fp32, the input and its gradient (pipe/engine.py).
-    """
-    layout = setup.layout
-    is_first = stage == 0
-    if not profile.facts.get("slots") or layout.pp == 1:
-        return 0 if is_first else int(profile.facts.get("boundaries", 0)) * chunk.boundary
-    tokens = setup.micro_batch_size * setup.seq_len
-    logits = tokens * -(-setup.model.shape.vocab // layout.tp)
-    total = 2 * setup.seq_len**2
-    if not is_first:
-        total += chunk.boundary // layout.tp
-    if stage < layout.pp - 1:
-        total += chunk.boundary
-    if is_first:
-        slots = max(2, min(layout.pp + 1, setup.accumulation))
-        return total + slots * (16 * tokens + setup.seq_len**2)
-    if stage == layout.pp - 1:
-        slots = min(2, setup.accumulation)
-        total += slots * (4 * logits + 12 * tokens + 2 * chunk.boundary)
-    return total
-
-
-def _workspaces(profile: FrameworkProfile, gpu: Gpu | None) -> int:
-    """Workspaces of cuBLAS in two threads, and of TransformerEngine for matrix products."""
-    if gpu is None:
+def local_kernel_bytes(setup: TrainingSetup, profile: FrameworkProfile) -> int:
+    """Return the bytes that the framework's own kernels keep in the place of TransformerEngine's; 0 with that."""
+    if profile.transformer_engine:
         return 0
-    cublas = workspace_bytes(gpu) if profile.cublas_mib is None else 2 * profile.cublas_mib * _MIB
-    if not profile.transformer_engine:
-        return cublas
-    return cublas + int(profile.facts.get("workspaces", {}).get("hopper" if is_hopper(gpu) else "other", 0)) * _MIB
+    return _bytes(profile.facts["local"], _sizes(setup, profile))
