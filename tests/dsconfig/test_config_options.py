@@ -78,12 +78,17 @@ class TestBuckets:
 
 
 ZERO_3 = ("zero_stage", 3)
+NVME_PATH = ("nvme_path", "a directory on a drive of each node")
 
 
 @pytest.mark.parametrize(
     ("layout", "options", "fields", "remedy"),
     [
         ("dp8-z3", {"parallel": {"quantized_gradients": True}}, "quantized_gradients nodes", None),
+        ("dp8-z2", {"parallel": {"quantized_weights": True}}, "quantized_weights zero_stage", ZERO_3),
+        ("dp8-z2", {"nodes": 2, "parallel": {"quantized_gradients": True}}, "quantized_gradients zero_stage", ZERO_3),
+        ("dp8-z3", {"parallel": {"offload_optimizer": "nvme"}}, "nvme_path offload_optimizer", NVME_PATH),
+        ("dp8-z3", {"parallel": {"offload_params": "nvme"}}, "nvme_path offload_params", NVME_PATH),
         ("dp8-z1", {"gradient_dtype": "fp16"}, "gradient_dtype precision", ("gradient_dtype", "fp32 or bf16")),
         ("dp8-z0", {"communication_dtype": "bf16"}, "communication_dtype zero_stage", ("zero_stage", 1)),
         ("dp8-z1", {"optimizer": "lamb"}, "optimizer zero_stage", ("zero_stage", 0)),

@@ -56,11 +56,14 @@ def check(options: ConfigOptions, recipe: Recipe, layout: Layout, *, nodes: int 
     `nodes` is the number of machines, None if it is not known.
     """
     values = {**vars(options), **vars(layout), "precision": recipe.precision, "nodes": nodes}
-    values |= {name: getattr(recipe.parallel, name) for name in ("recompute", "quantized_gradients")}
+    of_recipe = ("recompute", "nvme_path", "quantized_weights", "quantized_gradients")
+    values |= {name: getattr(recipe.parallel, name) for name in of_recipe}
+    values["optimizer"] = options.optimizer or recipe.optimizer.name
     problems = [
-        *_quantized(recipe, nodes),
+        *_quantized(recipe, layout, nodes),
+        *_nvme(recipe, layout),
         *_dtypes(options, recipe, layout),
-        *_optimizer(options, layout),
+        *_optimizer(options, recipe, layout),
         *_activations(options, recipe),
         *_rest(options),
     ]
@@ -85,10 +88,22 @@ _Problem = tuple[str, str, *tuple[Any, ...]]
 """The fields that do not go together (names with blanks between them), the reason, and remedies."""
 
 
-def _quantized(recipe: Recipe, nodes: int | None) -> Iterator[_Problem]:
+def _quantized(recipe: Recipe, layout: Layout, nodes: int | None) -> Iterator[_Problem]:
+    for field in ("quantized_weights", "quantized_gradients"):
+        if getattr(recipe.parallel, field) and layout.zero_stage < 3:
+            reason = "ZeRO++ is a part of ZeRO-3, and DeepSpeed would ignore it"
+            yield f"{field} zero_stage", reason, ("zero_stage", 3), "leave it out"
     if recipe.parallel.quantized_gradients and nodes == 1:
         reason = "DeepSpeed quantizes gradients only between nodes and would ignore it"
         yield "quantized_gradients nodes", reason, "give the number of nodes", "leave it out"
+
+
+def _nvme(recipe: Recipe, layout: Layout) -> Iterator[_Problem]:
+    for field in ("offload_optimizer", "offload_params"):
+        if getattr(layout, field) == "nvme" and recipe.parallel.nvme_path is None:
+            reason = "nothing says where the drive is mounted"
+            yield f"nvme_path {field}", reason, ("nvme_path", "a directory on a drive of each node"), (field, "cpu")
+            return
 
 
 def _dtypes(options: ConfigOptions, recipe: Recipe, layout: Layout) -> Iterator[_Problem]:
@@ -104,12 +119,15 @@ def _dtypes(options: ConfigOptions, recipe: Recipe, layout: Layout) -> Iterator[
             yield f"{field} zero_stage", reason, (field, "fp32"), ("zero_stage", 1)
 
 
-def _optimizer(options: ConfigOptions, layout: Layout) -> Iterator[_Problem]:
+def _optimizer(options: ConfigOptions, recipe: Recipe, layout: Layout) -> Iterator[_Problem]:
     if options.optimizer == "lamb" and layout.zero_stage != 0:
         reason = "LAMB needs the norm of each whole tensor, and ZeRO flattens and partitions them"
         yield "optimizer zero_stage", reason, ("zero_stage", 0), "use adamw"
     if options.optimizer == "muon" and layout.offload_optimizer != "none":
         reason = "the matrix products of Muon would run on the CPU"
+        yield "optimizer offload_optimizer", reason, "keep the optimizer on the GPU", "use adamw"
+    if options.optimizer is None and recipe.optimizer.name == "adamw8bit" and layout.offload_optimizer != "none":
+        reason = "bitsandbytes updates host memory without kernels, out of fp32 copies"
         yield "optimizer offload_optimizer", reason, "keep the optimizer on the GPU", "use adamw"
     if options.optimizer == "muon" and layout.ep > 1 and layout.zero_stage in (1, 2):
         reason = "Muon needs whole gradients, and DeepSpeed scatters those of experts"
