@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.units import divisors, format_bytes, format_count, format_duration, with_article
+from toolkit.units import divisors, format_bytes, format_count, format_duration, three_digits, with_article
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,14 @@ from toolkit.units import divisors, format_bytes, format_count, format_duration,
 )
 def test_a_count_prints_with_three_digits(count: float, text: str) -> None:
     assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.01234, "0.0123"), (21.66, "21.7"), (999.4, "999"), (999.6, "1,000"), (2_684.2, "2,684")],
+)
+def test_a_number_prints_with_three_digits_and_no_exponent(value: float, text: str) -> None:
+    assert three_digits(value) == text
 
 
 @pytest.mark.parametrize(

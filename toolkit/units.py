@@ -27,6 +27,11 @@ def format_count(n: float) -> str:
     return f"{value:.3g}{suffixes[0]}" if suffixes[0] or value != int(value) else str(int(value))
 
 
+def three_digits(value: float) -> str:
+    """0.0123 -> '0.0123', 21.66 -> '21.7', 2_684.2 -> '2,684': three significant digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
 def format_bytes(n: float) -> str:
     """1536 -> '1.50 KiB': powers of 1024."""
     value = float(n)

@@ -74,6 +74,44 @@ def test_the_table_names_the_terms_and_the_cost(capsys):
     assert "USD" in out
 
 
+OFFLOADED = ["plan", "--model", "opt-6.7b", "--gpus", "1xRTX4090", "--seq", "2048", "--global-batch", "8"]
+
+
+def test_offload_says_how_much_of_a_hosts_memory_it_takes(capsys):
+    layout = ["--layout", "z3-recompute-offload-m1"]
+    held = plans(capsys, *OFFLOADED, *layout)[0]["host_bytes_per_node"]
+    printed = dstk(capsys, *OFFLOADED, *layout)
+    assert f"offload keeps up to {held / 2**30:.2f} GiB in the memory of a host, of 1.82 TiB" in printed
+    assert "memory of a host" not in dstk(capsys, *OFFLOADED, "--layout", "z3-recompute-m1")
+
+
+def test_a_narrow_table_breaks_layouts_between_their_parts(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = dstk(capsys, *OFFLOADED, "--layout", "z3-recompute-offload-m1").splitlines()
+    (first,) = (number for number, line in enumerate(lines) if line.startswith(" dp1-"))
+    parts = [line.split()[0] for line in lines[first : first + 2]]
+    assert parts == ["dp1-tp1-pp1-z3-recompute-", "offload-m1"]
+
+
+def test_a_step_of_many_seconds_has_no_exponent(capsys):
+    slow = ["plan", "--model", "llama-3-70b", "--gpus", "8xL4", "--seq", "8192", "--global-batch", "1024"]
+    printed = dstk(capsys, *slow, "--layout", "z3-recompute-m1")
+    assert re.search(r" \d+,\d{3} ", printed)
+    assert "e+0" not in printed
+
+
+def test_a_batch_that_leaves_layouts_out_of_the_search_is_noted(capsys):
+    words = ["plan", "--model", "gpt2", "--gpus", "6xA100-40", "--seq", "512", "--top", "1", "--global-batch"]
+    with pytest.raises(SystemExit):
+        main([*words, "64"])
+    noted = capsys.readouterr().err
+    assert "--global-batch 64 is not a multiple of 6 GPUs" in noted
+    assert "60 and 66 are" in noted
+    with pytest.raises(SystemExit):
+        main([*words, "66"])
+    assert "multiple" not in capsys.readouterr().err
+
+
 def test_why_says_so_where_no_term_differs(capsys, monkeypatch):
     monkeypatch.setattr("toolkit.cli.plan.table._LEAST", 1e6)
     line = dstk(capsys, *GPT2, "--why", "tp4-z1").splitlines()[-1]

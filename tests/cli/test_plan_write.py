@@ -55,6 +55,18 @@ def test_every_launcher_that_can_run_the_plan_has_its_files(tmp_path: Path) -> N
         assert os.access(script, os.X_OK)
 
 
+def test_a_recipe_of_samples_beyond_the_named_positions_says_so_and_can_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Llama 3 names 8,192 positions, which its rotary embedding goes beyond.
+    words = ["plan", "--model", "llama-3-8b", "--gpus", "8xH100", "--seq", "16384", "--global-batch", "8"]
+    assert run(*words, "--layout", "z3-recompute-m1", "--write", str(tmp_path / "long")) == 0
+    needed = "model.overrides.max_position_embeddings=16384"
+    assert f"note: llama-3-8b has 8192 positions; training on 16384 tokens needs {needed}" in capsys.readouterr().err
+    recipe = load_recipe(tmp_path / "long" / "recipe.yaml")
+    assert recipe.model.overrides == {"max_position_embeddings": 16384}
+
+
 def test_files_are_replaced_only_when_asked_and_others_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--write", str(tmp_path)]
     (tmp_path / "mine.txt").write_text("mine")

@@ -64,6 +64,11 @@ class Plan:
         return self.memory.fits and self.host_bytes <= self.host_room
 
     @property
+    def offloads(self) -> bool:
+        """Whether states or parameters are kept in host memory or on NVMe."""
+        return self.layout.offload_optimizer != "none" or self.layout.offload_params != "none"
+
+    @property
     def strategy(self) -> str:
         """The layout and the micro-batch size as `--layout` takes them: `dp8-tp4-pp2-z1-sp-recompute-m2`."""
         return strategy_text(self.layout, self.batch.micro_batch_size)
@@ -180,6 +185,15 @@ class PlanRequest:
     def kernel(self) -> Kernel:
         """Kernels of attention that this toolkit runs for the model."""
         return _KERNELS[self.setup.computation.attention]
+
+    @property
+    def raised_positions(self) -> int | None:
+        """The positions that a recipe has to give its model: the config names fewer than a sample has; else None.
+
+        Rotary and ALiBi positions go on beyond what the config names. A table of positions ends, and is refused.
+        """
+        named = self.model.shape.positions
+        return None if named is None or self.seq_len <= named else self.seq_len
 
     def recipe(self, layout: Layout, batch: Batch) -> Recipe:
         """A recipe that trains the model in a layout with a batch."""

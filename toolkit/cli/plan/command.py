@@ -104,7 +104,7 @@ def command(as_json: bool, **options: Any) -> None:
     dstk plan --recipe llama-3.1-8b-dpo --gpus 16xH100
     """
     from toolkit.cli.plan.options import plan_of, request_of
-    from toolkit.cli.plan.table import print_plans, print_why, to_json
+    from toolkit.cli.plan.table import notes, print_plans, print_why, to_json
 
     _check_options(as_json, options)
     request = request_of(options)
@@ -113,6 +113,8 @@ def command(as_json: bool, **options: Any) -> None:
         print_why(request, plan_of(request, options["why"], options), plans[0] if plans else None)
         return
     costs = [_cost(plan, request, options) for plan in plans]
+    for note in notes(request, is_search=options["layout"] is None):
+        click.echo(f"note: {note}", err=True)
     if as_json:
         rows = [to_json(plan, cost) for plan, cost in zip(plans, costs, strict=True)]
         print_json({"plans": rows})

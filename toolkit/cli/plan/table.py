@@ -1,6 +1,6 @@
 """The tables of `dstk plan`, its comparison of two layouts, and the same as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +14,13 @@ from toolkit.planner.request import Plan, PlanRequest
 from toolkit.planner.schedule_choice import compared, schedule_plans
 from toolkit.planner.step_time import TERMS
 from toolkit.report.terminal import table_console
-from toolkit.units import format_bytes, format_count, plural
+from toolkit.units import format_bytes, format_count, plural, three_digits
 
 _GIB = 2**30
 _BESIDE_LAYOUT = 55
 """Columns that a narrow table takes beside its layouts."""
+_LEAST_LAYOUT = 16
+"""Columns of layouts at least."""
 _LEAST = 0.01
 """The share of a step up to which its terms, or their differences, are not named."""
 _PARTS = (
@@ -38,7 +40,27 @@ _PARTS = (
 def title(request: PlanRequest) -> str:
     """Return the request on one line."""
     gpus = f"{request.gpus} x {request.gpu.name}"
-    return f"{request.name}, {gpus}, {request.seq_len} tokens, global batch {request.global_batch_size}"
+    tokens = plural(request.seq_len, "token")
+    return f"{request.name}, {gpus}, {tokens}, global batch {request.global_batch_size}"
+
+
+def notes(request: PlanRequest, *, is_search: bool) -> Iterator[str]:
+    """Say what the request leaves out of the search, and what a recipe needs for samples beyond the named positions."""
+    gpus = request.gpus
+    batch = request.global_batch_size
+    lower = batch // gpus * gpus
+    if is_search and lower not in (0, batch):
+        yield (
+            f"--global-batch {batch} is not a multiple of {gpus} GPUs, so no layout has a replica on each of them; "
+            f"{lower} and {lower + gpus} are"
+        )
+    positions = request.raised_positions
+    if positions is not None:
+        named = request.model.shape.positions
+        yield (
+            f"{request.name} has {named} positions; training on {positions} tokens needs "
+            f"model.overrides.max_position_embeddings={positions}"
+        )
 
 
 def print_plans(request: PlanRequest, plans: Sequence[Plan], costs: Sequence[Cost | None]) -> None:
@@ -54,6 +76,9 @@ def print_plans(request: PlanRequest, plans: Sequence[Plan], costs: Sequence[Cos
             console.print(_cost_line(request, plan, cost), soft_wrap=True)
     if plans[0].reference_seconds:
         console.print(_reference_pass(plans[0]), soft_wrap=True)
+    offloaded = [plan.host_bytes for plan in plans if plan.offloads]
+    if offloaded:
+        console.print(_host_memory(request, max(offloaded)), soft_wrap=True)
     if any(not plan.fits for plan in plans):
         gpu_memory = f"{request.gpu.memory_bytes / _GIB:.1f} GiB"
         host_memory = f"{format_bytes(request.cluster.host_memory_bytes)} a host"
@@ -74,9 +99,16 @@ def _cost_line(request: PlanRequest, plan: Plan, cost: Cost) -> str:
     return line
 
 
+def _host_memory(request: PlanRequest, most: int) -> str:
+    """Say how much of a host's memory offloaded states take, and how much it is taken to have."""
+    room = format_bytes(request.cluster.host_memory_bytes)
+    held = f"offload keeps up to {format_bytes(most)} in the memory of a host"
+    return f"{held}, of {room} (host_memory_bytes of --cluster)"
+
+
 def _reference_pass(plan: Plan) -> str:
     """What the reference takes before training, in the unit of samples: dstk data alone reads how many there are."""
-    seconds = f"{plan.reference_seconds:.3g} s for every {plural(plan.batch.global_batch_size, 'sample')}"
+    seconds = f"{three_digits(plan.reference_seconds)} s for every {plural(plan.batch.global_batch_size, 'sample')}"
     share = f"{100 * plan.reference_seconds / plan.step.seconds:.0f} % of an epoch"
     return (
         f"{plan.strategy}: the reference reads the data set before training, {seconds} (dstk data counts them), {share}"
@@ -87,20 +119,32 @@ def _table(plans: Sequence[Plan], *, is_wide: bool, columns: int) -> Table:
     """A row a plan; a wide table has a column for each term that some plan has. Layouts stay whole where they can."""
     terms = [name for name in TERMS if any(plan.step.terms[name] > _LEAST * plan.step.seconds for plan in plans)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    longest = max((len(plan.strategy) for plan in plans), default=0)
-    table.add_column("--layout", overflow="fold", width=longest if longest + _BESIDE_LAYOUT <= columns else None)
+    layouts = [_folded(plan.strategy, max(columns - _BESIDE_LAYOUT, _LEAST_LAYOUT)) for plan in plans]
+    longest = max((len(line) for layout in layouts for line in layout.splitlines()), default=0)
+    width = longest if longest + _BESIDE_LAYOUT <= columns else None
+    table.add_column("--layout", overflow="fold", width=width, min_width=min(longest, _LEAST_LAYOUT))
     middle = ["most of it", "step s", *terms] if is_wide else ["step s", "goes to"]
     for heading in ("GiB", *middle, "tokens/s/GPU", "MFU"):
         is_text = heading in ("most of it", "goes to")
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading != "goes to")
-    for plan in plans:
+    for plan, layout in zip(plans, layouts, strict=True):
         step = plan.step
         total = f"{plan.memory.total / _GIB:.1f}" + ("" if plan.fits else " !")
-        split = [f"{step.terms[name]:.3g}" for name in terms] if is_wide else [_largest_terms(plan)]
+        split = [three_digits(step.terms[name]) for name in terms] if is_wide else [_largest_terms(plan)]
         part = [largest_part(plan)] if is_wide else []
         speed = [f"{step.tokens_per_second_per_gpu:,.0f}", f"{100 * step.mfu:.1f} %"]
-        table.add_row(plan.strategy, total, *part, f"{step.seconds:.3g}", *split, *speed)
+        table.add_row(layout, total, *part, three_digits(step.seconds), *split, *speed)
     return table
+
+
+def _folded(strategy: str, width: int) -> str:
+    """Break a strategy between its parts into lines of at most `width` columns."""
+    lines = [""]
+    for part in strategy.split("-"):
+        if lines[-1] and len(lines[-1]) + len(part) >= width:
+            lines.append("")
+        lines[-1] += f"{part}-"
+    return "\n".join(lines).removesuffix("-")
 
 
 def _largest_terms(plan: Plan) -> str:
@@ -133,7 +177,8 @@ def print_why(request: PlanRequest, plan: Plan, best: Plan | None) -> None:
     end = "" if differences else f" no term differs by more than {100 * _LEAST:.0f} %"
     console.print(f"{_times_sentence(plan, best)}:{end}", soft_wrap=True)
     for name, seconds in differences.items():
-        console.print(f"  {name:10} {seconds:+.3g} s")
+        sign = "+" if seconds > 0 else ""
+        console.print(f"  {name:10} {sign}{three_digits(seconds)} s")
 
 
 def _memory_sentence(request: PlanRequest, plan: Plan) -> str:
@@ -149,7 +194,7 @@ def _times_sentence(plan: Plan, best: Plan) -> str:
     """Compare the steps of a plan and of the first choice."""
     ratio = plan.step.seconds / best.step.seconds
     pace = f"takes {ratio:.2f} times as long as" if ratio >= 1 else "would be faster than"
-    times = f"{plan.step.seconds:.3g} s against {best.step.seconds:.3g} s"
+    times = f"{three_digits(plan.step.seconds)} s against {three_digits(best.step.seconds)} s"
     return f"{plan.strategy} {pace} {best.strategy}, {times}"
 
 

@@ -17,6 +17,7 @@ from toolkit.errors import ConfigError, RecipeError
 from toolkit.files import expanded, published
 from toolkit.planner.calibration.file import CPU
 from toolkit.planner.request import Plan, PlanRequest
+from toolkit.units import three_digits
 
 _JSON = "ds_config.json"
 _YAML = "accelerate.yaml"
@@ -130,9 +131,11 @@ def _recipe(request: PlanRequest, plan: Plan) -> Recipe:
     recipe = request.recipe(plan.layout, plan.batch)
     path = expanded(request.name)
     name = str(path.resolve().parent if path.is_file() else path.resolve()) if path.exists() else request.name
+    positions = request.raised_positions
+    overrides = {} if positions is None else {"max_position_embeddings": positions}
     return recipe.changed(
         {
-            "model": {"name_or_path": name, "attn_implementation": "auto"},
+            "model": {"name_or_path": name, "attn_implementation": "auto", "overrides": overrides},
             "data": {"tokenizer": f"bpe-{min(_ENTRIES, request.model.shape.vocab)}"},
             "optimizer": {"lr": _LEARNING_RATE},
             "train": {"steps": _STEPS},
@@ -142,7 +145,7 @@ def _recipe(request: PlanRequest, plan: Plan) -> Recipe:
 
 def _head(request: PlanRequest, plan: Plan, nodes: int) -> str:
     start = f"dstk train recipe.yaml --nproc {plan.layout.world_size}" if nodes == 1 else "sbatch job.sbatch"
-    step = f"{plan.step.seconds:.3g} s a step, {plan.step.tokens_per_second_per_gpu:,.0f} tokens/s of a GPU"
+    step = f"{three_digits(plan.step.seconds)} s a step, {plan.step.tokens_per_second_per_gpu:,.0f} tokens/s of a GPU"
     return (
         f"# {start}\n#\n"
         f"# Planned for {plan.layout.world_size} x {request.gpu.name}: {plan.strategy}. Predicted: {step}.\n"
