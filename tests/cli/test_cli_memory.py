@@ -273,6 +273,15 @@ def test_a_layout_has_the_flags_of_a_recipes(capsys):
     assert refused("--model", "gpt2", "--layout", "dp4-z0-offload").field == "offload_optimizer"
 
 
+def test_a_layout_of_a_plan_ends_in_its_micro_batch(capsys):
+    words = ["memory", "--model", "gpt2", "--seq", "512", "--json", "--layout"]
+    planned = dstk(capsys, *words, "dp8-tp1-pp1-z3-recompute-m4")
+    assert planned == dstk(capsys, *words, "dp8-tp1-pp1-z3-recompute", "--micro", "4")
+    assert json.loads(planned)["micro_batch_size"] == 4
+    assert json.loads(dstk(capsys, *words, "dp8-z3-m4", "--micro", "2"))["micro_batch_size"] == 2
+    assert "'m0' is not a part of a layout" in refusal(capsys, *words[1:], "dp8-z3-m0")
+
+
 def test_an_option_takes_the_place_of_a_recipes_field(capsys):
     arguments = [
         "memory",

@@ -1,6 +1,7 @@
 """Query of `dstk memory`: a model, a layout, a step's work and a GPU, from options or from a recipe."""
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -276,6 +277,7 @@ def from_recipe(path: str, options: Mapping[str, Any]) -> MemoryQuery:
 
 def from_model(options: Mapping[str, Any]) -> MemoryQuery:
     """A model and a layout, with the toolkit's own DeepSpeed config for them."""
+    options = _with_micro_of_layout(options)
     config = read_config(options["model"])
     name = _name_of(options["model"])
     model = ModelFacts.from_config(config)
@@ -317,6 +319,14 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
         remarks=tuple(remarks),
         other_setup=other_setup,
     )
+
+
+def _with_micro_of_layout(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options with the micro-batch that a layout of `dstk plan` ends in, `-m2`; --micro goes before it."""
+    match = re.fullmatch(r"(.+)-m([1-9][0-9]{0,9})", options["layout"])
+    if match is None:
+        return options
+    return {**options, "layout": match[1], "micro": options["micro"] or int(match[2])}
 
 
 def _with_options(layout: Layout, options: Mapping[str, Any], other_setup: FrameworkSetup | None) -> Layout:
