@@ -42,6 +42,15 @@ def test_a_clean_file_exits_with_0(config: Path, capsys: pytest.CaptureFixture[s
     assert run(capsys, "ds.json", "--gpus", "8") == (0, "1 file: nothing found\n", "")
 
 
+@pytest.mark.parametrize(("others", "said"), [(1, "1 other file skipped"), (2, "2 other files skipped")])
+def test_files_of_other_programs_in_a_directory_are_counted(
+    others: int, said: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(others):
+        (config.parent / f"other-{number}.json").write_text('{"name": "no config"}')
+    assert run(capsys, ".", "--gpus", "8") == (0, f"1 file: nothing found, {said}\n", "")
+
+
 def test_infos_exit_with_0(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change(config, wall_clock_breakdown=True)
     code, out, _ = run(capsys, "ds.json")

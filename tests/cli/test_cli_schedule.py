@@ -31,6 +31,16 @@ def rows(out: str) -> Iterator[tuple[str, str, str]]:
             yield found[1], found[2], found[3]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "title"),
+    [("1", "1", "1f1b: 1 pipeline rank, 1 micro-batch"), ("2", "4", "1f1b: 2 pipeline ranks, 4 micro-batches")],
+)
+def test_the_title_counts_ranks_and_micro_batches(
+    ranks: str, micro_batches: str, title: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dstk(capsys, "--pp", ranks, "--micro-batches", micro_batches).splitlines()[0] == title
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_a_pipe_the_timeline_has_every_pass_in_order(
     kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

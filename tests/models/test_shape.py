@@ -258,6 +258,12 @@ def test_every_decoder_whose_config_counts_experts_is_refused_for_them_or_for_it
     assert found <= {name for name, spec in FAMILIES.items() if not spec.is_dense}
 
 
+def test_a_family_that_only_the_hub_has_is_not_called_dense():
+    with pytest.raises(ModelError) as error:
+        ModelShape.from_config({"model_type": "minicpm"})
+    assert "it is not a causal LM that this toolkit reads. Did you mean minicpm3?" in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["t5", "mt5", "qwen2_vl", "janus", "paligemma"])
 def test_another_models_name_is_not_treated_as_a_typo(name):
     with pytest.raises(ModelError) as error:

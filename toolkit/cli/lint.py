@@ -15,6 +15,7 @@ from toolkit.lint.finding import GROUPS, RULES
 from toolkit.lint.key_schema import version, version_of
 from toolkit.lint.view import GPU_BYTES, LintContext
 from toolkit.report.terminal import columns
+from toolkit.units import plural
 
 if TYPE_CHECKING:
     from toolkit.lint.recipe_context import RecipeContext
@@ -130,7 +131,7 @@ def _print(result: LintResult, form: str, deepspeed: str) -> None:
         click.echo()
     if result.problems and result.files <= len(result.problems) and not result.findings:
         return  # no file was read
-    skipped = f", {result.skipped_files} other files skipped" if result.skipped_files else ""
+    skipped = f", {plural(result.skipped_files, 'other file')} skipped" if result.skipped_files else ""
     click.echo(render.summary(result.findings, result.files) + skipped)
 
 

@@ -113,10 +113,11 @@ def _read(config: Mapping[str, Any], family: ConfigSchema, fact: str) -> Any:
 def _not_read(model_type: Any, reason: str | None, *, is_dense: bool) -> ModelError:
     """Return the error for a family whose shape is not read; it names a similar family only where that may be meant."""
     shown = name(model_type)
-    refusal = "it is not counted" if reason and is_dense else "it is not a dense decoder that this toolkit reads"
     if reason:
+        refusal = "it is not counted" if is_dense else "it is not a dense decoder that this toolkit reads"
         return ModelError.of("model_type", shown, f"{refusal}: {reason}", f"see dstk families {shown}")
     hint = nearest(shown, CONFIG_SCHEMAS, cutoff=_SIMILARITY).strip()
+    refusal = "it is not a causal LM that this toolkit reads"
     return ModelError.of("model_type", shown, refusal, hint or "see dstk families")
 
 

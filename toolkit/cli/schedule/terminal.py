@@ -12,6 +12,7 @@ from rich.text import Text
 from toolkit.config.pipeline_schedules import Schedule
 from toolkit.config.simulate_schedule import TimedOperation, Timeline
 from toolkit.report.terminal import table_console
+from toolkit.units import plural
 
 _NAMES = {"F": "forward", "D": "backward", "B": "backward for the input", "W": "backward for the weights"}
 _COLORS = {
@@ -159,7 +160,8 @@ def _print_ranks(console: Console, timeline: Timeline, makespan: float | None = 
 
 def _title(schedule: Schedule) -> str:
     chunks = f", {schedule.virtual_stages} virtual stages each" if schedule.virtual_stages > 1 else ""
-    return f"{schedule.kind}: {schedule.pp} pipeline ranks{chunks}, {schedule.micro_batches} micro-batches"
+    ranks = plural(schedule.pp, "pipeline rank")
+    return f"{schedule.kind}: {ranks}{chunks}, {plural(schedule.micro_batches, 'micro-batch', 'micro-batches')}"
 
 
 def _held(schedule: Schedule, rank: int) -> str:
