@@ -13,6 +13,7 @@ from rich.text import Text
 from toolkit.cli.memory.options import MemoryQuery
 from toolkit.cli.memory.sweep import SweepCell
 from toolkit.estimate.breakdown import MemoryBreakdown
+from toolkit.hardware import Gpu
 from toolkit.report.terminal import table_console
 from toolkit.units import format_bytes, format_count
 
@@ -30,60 +31,92 @@ def print_breakdowns(query: MemoryQuery, stages: Sequence[MemoryBreakdown], larg
     console = table_console()
     console.print(Text(query.title, style="bold"), soft_wrap=True)
     room = max(2, (console.width - _LABEL_WIDTH) // _COLUMN_WIDTH)
-    first = dict.fromkeys([_worst(stages).stage, len(stages) - 1, *range(len(stages))])
-    shown = [stages[stage] for stage in sorted(list(first)[:room])]
+    in_order = dict.fromkeys([_worst(stages).stage, len(stages) - 1, *range(len(stages))])
+    shown = [stages[stage] for stage in sorted(list(in_order)[:room])]
     console.print(_table(query, stages, shown))
     if len(shown) < len(stages):
-        gaps = pairwise([-1, *(stage.stage for stage in shown), len(stages)])
-        spans = [(before + 1, after - 1) for before, after in gaps if after - before > 1]
-        omitted = [str(first) if first == last else f"{first} to {last}" for first, last in spans]
-        console.print(f"not shown (--json and --plot have all): stages {', '.join(omitted)}", soft_wrap=True)
+        omitted = ", ".join(_omitted(shown, len(stages)))
+        console.print(f"not shown (--json and --plot have all): stages {omitted}", soft_wrap=True)
     for line in _summary(query, stages, largest):
         console.print(line, soft_wrap=True)
 
 
 def _worst(stages: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
+    """Return the stage that needs most memory."""
     return max(stages, key=lambda stage: stage.total)
 
 
+def _omitted(shown: Sequence[MemoryBreakdown], stages: int) -> list[str]:
+    """Return the numbers of the stages that are not shown, neighbors as "3 to 7"."""
+    texts = []
+    for before, after in pairwise([-1, *(stage.stage for stage in shown), stages]):
+        first = before + 1
+        last = after - 1
+        if first == last:
+            texts.append(str(first))
+        elif first < last:
+            texts.append(f"{first} to {last}")
+    return texts
+
+
 def _table(query: MemoryQuery, stages: Sequence[MemoryBreakdown], shown: Sequence[MemoryBreakdown]) -> Table:
-    unit, name = _unit(max(stage.total for stage in stages))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column(f"{name} of each GPU", no_wrap=True)
-    for stage in shown:
-        name_of_stage = f"{_word(query)} {stage.stage}"
-        table.add_column("each rank" if len(stages) == 1 else name_of_stage, justify="right", no_wrap=True)
-
-    def add(label: str, values: list[int], *, style: str = "", always: bool = False) -> None:
-        if always or any(values):
-            _add(table, label, [_number(value, unit) for value in values], style)
-
-    def add_all(rows: Iterable[tuple[str, str]]) -> None:
-        for label, part in rows:
-            add(label, [getattr(stage, part) for stage in shown])
-
-    _add(table, "layers", [str(stage.layers) for stage in shown])
-    _add(table, _parameter_label(query), [format_count(stage.parameter_count) for stage in shown])
+    """Return the table of the stages that are shown, in the unit that suits the largest of all."""
+    unit, unit_name = _unit(max(stage.total for stage in stages))
+    headers = ["each rank"] if len(stages) == 1 else [f"{_word(query)} {stage.stage}" for stage in shown]
+    rows = _StageRows(shown, unit=unit, title=f"{unit_name} of each GPU", headers=headers)
+    rows.add_texts("layers", [str(stage.layers) for stage in shown])
+    rows.add_texts(_parameter_label(query), [format_count(stage.parameter_count) for stage in shown])
     if any(stage.trained_count < stage.parameter_count for stage in shown):
-        _add(table, "trainable parameters", [format_count(stage.trained_count) for stage in shown])
-    table.add_section()
-    add_all(_ROWS["states"])
+        rows.add_texts("trainable parameters", [format_count(stage.trained_count) for stage in shown])
+    rows.table.add_section()
+    rows.add_fields(_ROWS["states"])
     for kind in dict.fromkeys(kind for stage in shown for kind in stage.activations):
-        add(f"activations: {_ROWS['activations'].get(kind, kind)}", [stage.activations.get(kind, 0) for stage in shown])
-    add_all(_ROWS["behind"])
-    table.add_section()
-    add("allocated at the peak", [stage.allocated for stage in shown], style="bold", always=True)
-    add("between two steps", [stage.static for stage in shown], style="dim", always=True)
+        label = f"activations: {_ROWS['activations'].get(kind, kind)}"
+        rows.add_sizes(label, [stage.activations.get(kind, 0) for stage in shown])
+    rows.add_fields(_ROWS["behind"])
+    rows.table.add_section()
+    rows.add_sizes("allocated at the peak", [stage.allocated for stage in shown], style="bold", always=True)
+    rows.add_sizes("between two steps", [stage.static for stage in shown], style="dim", always=True)
     if query.gpu is not None:
-        add_all(_ROWS["beside"])
-        add("total", [stage.total for stage in shown], style="bold", always=True)
-        add("reserved by PyTorch's allocator", [stage.reserved for stage in shown], style="dim")
-        cells = [Text(_number(stage.left, unit), style=_STYLES[stage.verdict]) for stage in shown]
-        table.add_row(Text(f"left of {_number(query.gpu.memory_bytes, unit)}"), *cells)
-    add("on the host", [stage.host.total for stage in shown])
-    add("on NVMe", [stage.nvme.total for stage in shown])
-    add("on the host while loading", [stage.host_loading for stage in shown], style="dim")
-    return table
+        rows.add_fields(_ROWS["beside"])
+        rows.add_sizes("total", [stage.total for stage in shown], style="bold", always=True)
+        rows.add_sizes("reserved by PyTorch's allocator", [stage.reserved for stage in shown], style="dim")
+        rows.add_left(query.gpu)
+    rows.add_sizes("on the host", [stage.host.total for stage in shown])
+    rows.add_sizes("on NVMe", [stage.nvme.total for stage in shown])
+    rows.add_sizes("on the host while loading", [stage.host_loading for stage in shown], style="dim")
+    return rows.table
+
+
+class _StageRows:
+    """The rows of a table with a column for each of these stages, with sizes in units of `unit` bytes."""
+
+    def __init__(self, stages: Sequence[MemoryBreakdown], *, unit: int, title: str, headers: Sequence[str]) -> None:
+        self.table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        self._stages = stages
+        self._unit = unit
+        self.table.add_column(title, no_wrap=True)
+        for header in headers:
+            self.table.add_column(header, justify="right", no_wrap=True)
+
+    def add_texts(self, label: str, cells: Sequence[str], *, style: str = "") -> None:
+        """Add a row with a text for each stage."""
+        self.table.add_row(Text(label, style=style), *(Text(cell, style=style) for cell in cells))
+
+    def add_sizes(self, label: str, sizes: Sequence[int], *, style: str = "", always: bool = False) -> None:
+        """Add a row with bytes for each stage, if any stage has some, or always."""
+        if always or any(sizes):
+            self.add_texts(label, [_number(size, self._unit) for size in sizes], style=style)
+
+    def add_fields(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Add rows, given as label and field of a MemoryBreakdown."""
+        for label, field in rows:
+            self.add_sizes(label, [getattr(stage, field) for stage in self._stages])
+
+    def add_left(self, gpu: Gpu) -> None:
+        """Add what is left of the GPU's memory, in the color of the verdict."""
+        cells = [Text(_number(stage.left, self._unit), style=_STYLES[stage.verdict]) for stage in self._stages]
+        self.table.add_row(Text(f"left of {_number(gpu.memory_bytes, self._unit)}"), *cells)
 
 
 def _word(query: MemoryQuery) -> str:
@@ -100,53 +133,52 @@ def _parameter_label(query: MemoryQuery) -> str:
 
 
 def _unit(largest: int) -> tuple[int, str]:
+    """Return the unit that suits sizes up to so many bytes: its bytes and its name."""
     return (_GIB, "GiB") if largest >= _GIB else (_MIB, "MiB")
 
 
 def _number(size: int, unit: int) -> str:
+    """Write bytes in a unit; a dash for none."""
     return f"{size / unit:.2f}" if size else "-"
 
 
 def _summary(query: MemoryQuery, stages: Sequence[MemoryBreakdown], largest: int | None) -> list[Text]:
-    worst = _worst(stages)
-    runs_zero = query.other_setup is None and query.recipe.train.engine == "deepspeed" and query.layout.zero_stage > 0
-    whose = "Gradients accumulate in fp32: this toolkit's default, not DeepSpeed's. --deepspeed FILE asks about yours."
-    notes = [Text(whose, style="dim")] if runs_zero and query.recipe.precision != "fp32" else []
+    """Return the lines behind the table: notes, whether it fits, and the largest micro-batch that does."""
+    lines = []
+    if _accumulates_in_fp32(query):
+        reason = "Gradients accumulate in fp32: this toolkit's default, not DeepSpeed's."
+        lines.append(Text(f"{reason} --deepspeed FILE asks about yours.", style="dim"))
     if query.gpu is None:
-        return [*notes, Text("--gpu NAME adds what PyTorch does not allocate, and says what is left.", style="dim")]
-    name = query.gpu.name
-    rest = f"{format_bytes(worst.left)} left" if worst.left >= 0 else f"{format_bytes(-worst.left)} too much"
-    where = f" on {_word(query)} {worst.stage}" if len(stages) > 1 else ""
-    first = Text(f"{worst.verdict} on {name}: {rest}{where}", style=_STYLES[worst.verdict])
+        advice = "--gpu NAME adds what PyTorch does not allocate, and says what is left."
+        return [*lines, Text(advice, style="dim")]
+    micro_batch = f"largest micro-batch that fits: {largest}" if largest else "no micro-batch fits"
+    return [*lines, _verdict_line(query, query.gpu, stages), Text(micro_batch)]
+
+
+def _accumulates_in_fp32(query: MemoryQuery) -> bool:
+    """Whether the toolkit's own DeepSpeed config adds up gradients of 16-bit weights in fp32."""
+    runs_zero = query.recipe.train.engine == "deepspeed" and query.layout.zero_stage > 0
+    return query.other_setup is None and runs_zero and query.recipe.precision != "fp32"
+
+
+def _verdict_line(query: MemoryQuery, gpu: Gpu, stages: Sequence[MemoryBreakdown]) -> Text:
+    """Say whether the worst stage fits, how much is left there, and how much runs may need more."""
+    worst = _worst(stages)
+    room = f"{format_bytes(worst.left)} left" if worst.left >= 0 else f"{format_bytes(-worst.left)} too much"
+    place = f" on {_word(query)} {worst.stage}" if len(stages) > 1 else ""
+    line = Text(f"{worst.verdict} on {gpu.name}: {room}{place}", style=_STYLES[worst.verdict])
     if worst.verdict == "tight":
         least, most = worst.band
-        first.append(f"; runs of this kind needed {100 * least:+.0f} % to {100 * most:+.0f} % of the estimate")
-    second = f"largest micro-batch that fits: {largest}" if largest else "no micro-batch fits"
-    return [*notes, first, Text(second)]
-
-
-def _add(table: Table, label: str, cells: list[str], style: str = "") -> None:
-    table.add_row(Text(label, style=style), *(Text(cell, style=style) for cell in cells))
+        line.append(f"; runs of this kind needed {100 * least:+.0f} % to {100 * most:+.0f} % of the estimate")
+    return line
 
 
 def print_grid(query: MemoryQuery, names: Sequence[str], cells: Sequence[SweepCell]) -> None:
     """Rows are all names but the last, columns the values of the last one."""
     console = table_console()
     console.print(Text(query.title_without(names), style="bold"), soft_wrap=True)
-    *row_names, column_name = names
-    columns = list(dict.fromkeys(cell.values[-1] for cell in cells))
     unit, unit_name = _unit(max((cell.peak.total for cell in cells if cell.peak is not None), default=0))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for name in row_names:
-        table.add_column(name, no_wrap=True)
-    for value in columns:
-        table.add_column(f"{column_name} {value}", justify="right", no_wrap=True)
-    rows: dict[tuple[Any, ...], list[SweepCell]] = {}
-    for cell in cells:
-        rows.setdefault(cell.values[:-1], []).append(cell)
-    for values, row in rows.items():
-        table.add_row(*map(str, values), *(_grid_cell(cell, unit) for cell in row))
-    console.print(table)
+    console.print(_grid_table(names, cells, unit))
     reasons = dict.fromkeys(cell.reason for cell in cells if cell.reason)
     for reason in reasons:
         console.print(Text(f"-: {reason}", style="dim"), soft_wrap=True)
@@ -159,7 +191,24 @@ def print_grid(query: MemoryQuery, names: Sequence[str], cells: Sequence[SweepCe
     console.print(Text(caption, style="dim"), soft_wrap=True)
 
 
+def _grid_table(names: Sequence[str], cells: Sequence[SweepCell], unit: int) -> Table:
+    """Return the table of a grid whose last name has a column a value, and whose others have a column each."""
+    *row_names, column_name = names
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for name in row_names:
+        table.add_column(name, no_wrap=True)
+    for value in dict.fromkeys(cell.values[-1] for cell in cells):
+        table.add_column(f"{column_name} {value}", justify="right", no_wrap=True)
+    cells_of_row: dict[tuple[Any, ...], list[SweepCell]] = {}
+    for cell in cells:
+        cells_of_row.setdefault(cell.values[:-1], []).append(cell)
+    for values, row in cells_of_row.items():
+        table.add_row(*map(str, values), *(_grid_cell(cell, unit) for cell in row))
+    return table
+
+
 def _grid_cell(cell: SweepCell, unit: int) -> Text:
+    """Write the peak of a layout, with a mark where it is tight or does not fit."""
     if cell.peak is None:
         return Text("-", style="dim")
     if not cell.peak.device_bytes:
@@ -176,7 +225,7 @@ def to_json(query: MemoryQuery, stages: Sequence[MemoryBreakdown], largest: int 
         "total": max(stage.total for stage in stages),
         "reserved": max(stage.reserved for stage in stages),
         "fits": None if query.gpu is None else all(stage.fits for stage in stages),
-        "verdict": None if query.gpu is None else max(stages, key=lambda stage: stage.total).verdict,
+        "verdict": None if query.gpu is None else _worst(stages).verdict,
         "largest_micro_batch": largest,
     }
 
@@ -210,7 +259,10 @@ def _asked(query: MemoryQuery) -> dict[str, Any]:
 
 
 def _stage_json(stage: MemoryBreakdown) -> dict[str, Any]:
+    """Return the fields of a stage, and its sums, in bytes; `left` only where a GPU is named."""
     fields = {name: value for name, value in vars(stage).items() if name != "step"}
     fields |= {"activations": dict(stage.activations), "host": vars(stage.host), "nvme": vars(stage.nvme)}
     fields |= {"allocated": stage.allocated, "reserved": stage.reserved, "total": stage.total}
-    return fields | ({"left": stage.left} if stage.device_bytes else {})
+    if stage.device_bytes:
+        fields["left"] = stage.left
+    return fields
