@@ -36,7 +36,7 @@ from toolkit.recorder.rehearsal.collectives import _caller
 from toolkit.recorder.rehearsal.fake_rank import FakeRank
 from toolkit.recorder.rehearsal.preload import preload
 from toolkit.recorder.rehearsal.rank_step import Partitioned, micro_batches, rehearse_rank
-from toolkit.recorder.rehearsal.rehearse import _structure, rehearsed_config, rehearsed_job
+from toolkit.recorder.rehearsal.rehearse import rehearsed_config, rehearsed_job, whole_structure
 
 aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
@@ -61,7 +61,7 @@ def take_steps(
         layers = model_config.num_hidden_layers
         stages = len(job.layout.stage_ranks)  # virtual ones, under a schedule
         bounds = tuple(stage * layers // stages for stage in range(stages + 1))
-        partitioned = Partitioned(structure=_structure(small), bounds=bounds)
+        partitioned = Partitioned(structure=whole_structure(small), bounds=bounds)
         config = None
         if job.recipe.train.engine == "deepspeed":
             config = rehearsed_config(small, hidden_size=model_config.hidden_size, on_gpu=True, device=GPU)

@@ -192,7 +192,7 @@ class _Plan:
         return cls(
             job=job,
             ds_config=rehearsed_config(job, hidden_size=request.setup.model.shape.hidden, on_gpu=on_gpu),
-            partitioned=Partitioned(structure=_structure(job), bounds=bounds),
+            partitioned=Partitioned(structure=whole_structure(job), bounds=bounds),
             kinds=rank_kinds(job.layout, bounds, pattern),
             on_gpu=on_gpu,
             top=top,
@@ -350,7 +350,7 @@ def rehearsed_config(job: Job, *, hidden_size: int, on_gpu: bool, device: torch.
     return config
 
 
-def _structure(job: Job) -> ModelStructure | None:
+def whole_structure(job: Job) -> ModelStructure | None:
     """Return the structure of the whole model, where ranks take layers or parts of them."""
     if job.layout.tp * job.layout.pp == 1:
         return None
