@@ -1,6 +1,7 @@
 """Compiled decoder layers: what is compiled, and what a run says of it. Parity: tests/parity/test_compiled.py."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -14,15 +15,16 @@ import torch.distributed as dist
 from daily import daily
 from nonempty import nonempty
 from refusals import refused
+from reordered_graphs import reordering_backend
 
 from toolkit import Callback
 from toolkit import train as train_job
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
+from toolkit.engines.random_order import RandomOrder, draws_numbers
 from toolkit.errors import ModelError, RunError
 from toolkit.parallel.pipeline.weight_gradients import WeightGradients
-from toolkit.parallel.tensor.region import CHAINS
 from toolkit.parallel.tiny_model import tiny_config
 from toolkit.parity import ParityRun, Tolerance, compare_curves
 from toolkit.parity.run.train_in_memory import train_in_memory
@@ -96,10 +98,15 @@ def test_graphs_are_as_many_with_more_layers(make_recipe: Make, ranks: Ranks) ->
 
 
 @pytest.fixture
-def backend(request: pytest.FixtureRequest) -> None:
-    """The compiler of the layers: `inductor`, as in a run, or `aot_eager`, which runs graphs as they are."""
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler of the layers: `inductor`, as in a run, `aot_eager`, which runs graphs as they are, or `reordered`,
+    which runs them in another order."""
     if request.param == "aot_eager":
         request.getfixturevalue("untranslated")
+    if request.param == "reordered":
+        from toolkit.engines import compiled_layers
+
+        monkeypatch.setattr(compiled_layers, "_OPTIONS", {"backend": reordering_backend()})
 
 
 @pytest.mark.daily
@@ -133,19 +140,55 @@ def test_tensor_parallel_ranks_change_their_stream_of_dropout_within_a_graph(
     assert report.passed, str(report)
 
 
-@pytest.mark.whole
-@pytest.mark.usefixtures("untranslated")
-def test_a_family_that_is_not_known_as_a_chain_changes_the_stream_outside_of_graphs(
-    make_recipe: Make, ranks: Ranks
+CHAINS = ("biogpt", "bloom", "gpt2", "gpt_bigcode", "llama", "openai-gpt", "opt", "persimmon", "seed_oss", "starcoder2")
+"""Families whose decoder layers draw each mask for what follows from the result of the mask before it."""
+PARALLEL = ("codegen", "falcon", "gpt_neox", "gptj", "phi")
+"""Families with attention beside the MLP. They drop nothing by default, and are made to drop all that they can."""
+
+
+def with_dropout(family: str, folder: Path) -> dict[str, Any]:
+    """The section `model` for a tiny model of a family that drops all that it can."""
+    config = tiny_config(family, vocab_size=320)
+    for name, value in config.to_dict().items():
+        if "drop" in name and name != "layerdrop" and isinstance(value, float):
+            setattr(config, name, 0.1)
+    config.save_pretrained(folder / family)
+    return {"name_or_path": str(folder / family)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "family", "parallel"),
+    [
+        pytest.param("reordered", "gptj", {"tp": 2}, marks=pytest.mark.daily),
+        *(
+            pytest.param(backend, family, parallel, marks=[pytest.mark.whole, NEEDS_COMPILER])
+            for backend in ("reordered", "inductor", "aot_eager")
+            for family in PARALLEL
+            for parallel in (
+                {"tp": 2},
+                {"tp": 2, "recompute": "full"},
+                {"tp": 2, "sequence_parallel": True},
+                {"dp": 1},
+            )
+            if (backend, family, parallel) != ("reordered", "gptj", {"tp": 2})
+        ),
+    ],
+    indirect=["backend"],
+)
+@pytest.mark.usefixtures("backend")
+def test_attention_beside_an_mlp_drops_what_eager_layers_drop(
+    make_recipe: Make, ranks: Ranks, tmp_path: Path, family: str, parallel: dict[str, Any]
 ) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 320}
-    model = {"name_or_path": "llama-tiny", "overrides": {**sizes, "attention_dropout": 0.1}}
-    changes = {"model": model, "train__steps": 4, "parallel": {"tp": 2}}
-    eager = ranks(compiled_trial, 2, make_recipe(**changes))[0]
-    compiled = ranks(compiled_trial, 2, make_recipe(**changes, train__compile=True))[0]
-    assert compiled.inspected["graph_breaks"].keys() == {"tensor-parallel dropout changes the random stream"}
+    """One other mask in a step changes the loss by more than a thousandth."""
+    changes = {"model": with_dropout(family, tmp_path), "train__steps": 4, "parallel": parallel}
+    world_size = parallel.get("tp", 1)
+    eager = ranks(compiled_trial, world_size, make_recipe(**changes))[0]
+    compiled = ranks(compiled_trial, world_size, make_recipe(**changes, train__compile=True))[0]
+    assert not compiled.inspected["graph_breaks"]
+    assert compiled.inspected["graphs"] == 1
     report = compare_curves(compiled.curve, eager.curve, Tolerance.fp32())
     assert report.passed, str(report)
+    assert report.max_loss_difference <= 1e-6
 
 
 def chains_of_layers(recipe: Recipe) -> list[list[str]]:
@@ -157,44 +200,42 @@ def chains_of_layers(recipe: Recipe) -> list[list[str]]:
 
     chains: list[list[str]] = []
 
+    def partition(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        in_code = [node for node in graph.graph.nodes if draws_numbers(node)]
+        RandomOrder()(graph.graph)
+        assert [node for node in graph.graph.nodes if draws_numbers(node)] == in_code
+        return min_cut_rematerialization_partition(graph, inputs, **options)
+
     def record_chain(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
         ancestors: dict[torch.fx.Node, set[torch.fx.Node]] = {}
         chain: list[torch.fx.Node] = []
         for node in graph.graph.nodes:
             ancestors[node] = set().union(*({each} | ancestors[each] for each in node.all_input_nodes))
-            name = str(node.target)
-            if name.startswith("dstk.") or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            if draws_numbers(node):
                 assert not chain or chain[-1] in ancestors[node], f"{node} does not follow from {chain[-1]}"
                 chain.append(node)
-        chains.append([str(node.target) for node in chain])
+        copies = [str(node.target) for node in graph.graph.nodes if "draw_after" in str(node.target)]
+        chains.append([*(str(node.target) for node in chain), *copies])
         return graph
 
-    backend = aot_autograd(
-        fw_compiler=record_chain,
-        bw_compiler=lambda graph, _: graph,
-        partition_fn=min_cut_rematerialization_partition,
-    )
+    backend = aot_autograd(fw_compiler=record_chain, bw_compiler=lambda graph, _: graph, partition_fn=partition)
     with mock.patch.object(compiled_layers, "_OPTIONS", {"backend": backend}):
         train_in_memory(recipe)
     return chains
 
 
-@pytest.mark.parametrize("family", daily(CHAINS, lambda _, family: family == "gpt2"))
-def test_layers_whose_graphs_change_the_stream_draw_in_one_chain(
-    make_recipe: Make, ranks: Ranks, tmp_path: Path, family: str
-) -> None:
-    config = tiny_config(family, vocab_size=320)
-    for name, value in config.to_dict().items():
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.1)
-    config.save_pretrained(tmp_path / family)
-    model = {"name_or_path": str(tmp_path / family)}
+@pytest.mark.parametrize("family", daily((*CHAINS, *PARALLEL), lambda _, family: family in ("gpt2", "gpt_neox")))
+def test_what_a_layer_draws_is_a_chain_of_data(make_recipe: Make, ranks: Ranks, tmp_path: Path, family: str) -> None:
+    """Only a layer with attention beside its MLP needs copies for that."""
+    model = with_dropout(family, tmp_path)
     recipe = make_recipe(model=model, train__steps=1, parallel={"tp": 2}, train__compile=True)
     (chain,) = ranks(chains_of_layers, 2, recipe)[0]
-    changes = [name.removeprefix("dstk.").partition("_own")[0] for name in chain if name.startswith("dstk.")]
+    draws = [name for name in chain if "draw_after" not in name]
+    changes = [name.removeprefix("dstk.").partition("_own")[0] for name in draws if name.startswith("dstk.")]
     assert changes == ["enter", "leave"] * (len(changes) // 2)
-    assert len(changes) < len(chain)
+    assert len(changes) < len(draws)
     assert changes
+    assert (len(chain) > len(draws)) is (family in PARALLEL)
 
 
 MIXTURE = {
@@ -312,7 +353,7 @@ def test_experts_that_ranks_share_out_are_one_operation_of_the_graph(
     make_recipe: Make, ranks: Ranks, model: dict[str, Any], parallel: dict[str, Any]
 ) -> None:
     changes = {"model": model | {"router_aux_loss": {"coefficient": 0.1}}, "train__steps": 4, "parallel": parallel}
-    world_size = parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("dp", 1)
+    world_size = math.prod(parallel.get(axis, 1) for axis in ("tp", "pp", "dp", "cp"))
     eager, _ = ranks(train_mixture, world_size, make_recipe(**changes))[0]
     compiled, facts = ranks(train_mixture, world_size, make_recipe(**changes, train__compile=True))[0]
     assert facts is not None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from nonempty import nonempty
+from reordered_graphs import reordering_backend
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -47,9 +48,9 @@ def drop(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return y, y.detach() != 0
 
 
-def region(*, sequence_parallel: bool = False, gathers: bool = False) -> Region:
+def region(*, sequence_parallel: bool = False, gathers: bool = False, place: int = 0) -> Region:
     group = dist.group.WORLD
-    return Region(group, sequence_parallel=sequence_parallel, dropout=True, gathers=gathers, is_chain=True)
+    return Region(group, sequence_parallel=sequence_parallel, dropout=True, gathers=gathers, place=place)
 
 
 def seed_as_between_blocks(seed: int, *, sequence_parallel: bool) -> None:
@@ -130,6 +131,54 @@ def test_one_graph_without_breaks_drops_what_eager_code_drops(
 
     for compiled, eager in zip(ranks(results, 2, True), ranks(results, 2, False), strict=True):
         assert all(map(torch.equal, compiled, eager))
+
+
+def dropped_beside(first: Region, second: Region, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What dropout leaves of x in and behind two regions that both take x, and outside of them, stacked."""
+    attended = F.dropout(first.leave(F.dropout(first.enter(x, block), 0.1), block), 0.2)
+    outside = F.dropout(x, 0.3)
+    hidden = F.dropout(second.leave(F.dropout(second.enter(x, block), 0.4), block), 0.5)
+    return torch.stack([attended, outside, hidden, F.dropout(x, 0.6)])
+
+
+def results_beside(backend: Any) -> list[torch.Tensor]:
+    """Outputs, gradients and what is drawn next; `backend` None: of eager code."""
+    compute = dropped_beside
+    if backend is not None:
+        compute = torch.compile(dropped_beside, backend=backend, fullgraph=True)
+    block = nn.Module()
+    places = [region(place=0), region(place=1)]
+    torch.manual_seed(5)
+    outcomes = []
+    for _ in range(2):
+        x = torch.ones(2, 8, 8, requires_grad=True)
+        y = compute(*places, block, x)
+        y.square().sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        outcomes += [y.detach(), x.grad, torch.rand(3)]
+    return outcomes
+
+
+@pytest.mark.parametrize("keeps_draws", [True, False])
+def test_a_compiler_that_puts_the_last_first_drops_what_eager_code_drops(ranks: Ranks, keeps_draws: bool) -> None:
+    """Without the pass that lets draws follow each other it does not: entrances of one x are in any order."""
+    backend = reordering_backend(keeps_draws=keeps_draws)
+    for compiled, eager in zip(ranks(results_beside, 2, backend), ranks(results_beside, 2, None), strict=True):
+        assert all(map(torch.equal, compiled, eager)) is keeps_draws
+
+
+def test_a_graph_has_each_of_two_entrances_of_one_tensor(ranks: Ranks) -> None:
+    for compiled, eager in zip(ranks(results_beside, 2, "aot_eager"), ranks(results_beside, 2, None), strict=True):
+        assert all(map(torch.equal, compiled, eager))
+
+
+def test_a_draw_without_inputs_that_could_follow_another_is_refused() -> None:
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.1) + torch.rand(3)
+
+    compiled = torch.compile(draw, backend=reordering_backend())
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="in an order that no compiler keeps"):
+        compiled(torch.ones(3, requires_grad=True))
 
 
 def test_two_regions_after_one_another_do_not_drop_alike(ranks: Ranks) -> None:

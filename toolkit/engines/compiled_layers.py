@@ -18,6 +18,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
+from toolkit.engines.random_order import RandomOrder
 from toolkit.engines.router_records import router_classes
 from toolkit.errors import ModelError
 from toolkit.model_init.model_modules import decoder_layers
@@ -26,8 +27,11 @@ from toolkit.parallel.experts.dispatch import ShardedExperts
 from toolkit.parallel.experts.sharding import experts_in
 from toolkit.units import some
 
-_OPTIONS: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
-"""Arguments of torch.compile. With `fallback_random` dropout draws the same numbers as without compilation."""
+_OPTIONS: dict[str, Any] = {
+    "backend": "inductor",
+    "options": {"fallback_random": True, "joint_custom_pre_pass": RandomOrder()},
+}
+"""Arguments of torch.compile. With these options dropout draws the same numbers as without compilation."""
 _EAGER = "experts and their routers are not compiled"
 _OF_ALL_EXPERTS = ("grouped_mm", "batched_mm")
 """Implementations of experts in transformers that multiply the rows of all experts at once; `eager` has a loop."""

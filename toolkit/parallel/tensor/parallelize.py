@@ -27,7 +27,7 @@ from toolkit.parallel.tensor.linear import (
     RowParallelLinear,
     sum_over_ranks,
 )
-from toolkit.parallel.tensor.region import CHAINS, Region, drops_activations
+from toolkit.parallel.tensor.region import Region, drops_activations
 from toolkit.parallel.tensor.vocabulary import shard_embedding, shard_head
 from toolkit.units import with_article
 
@@ -96,7 +96,10 @@ class TensorParallelizer:
         vectors = list(self.planned_vectors(layer))
         for path, whole, style, blocks in planned:
             parent, _, leaf = path.rpartition(".")
-            region = regions.setdefault(parent, self._region(gathers=style in (tp.GATHERED_COLUMN, tp.SPLIT_ROW)))
+            if parent not in regions:
+                gathers = style in (tp.GATHERED_COLUMN, tp.SPLIT_ROW)
+                regions[parent] = self._region(gathers=gathers, place=len(regions))
+            region = regions[parent]
             sharded = self._parallel(whole, blocks, f"{prefix}.{path}", style, region, enters=not parent)
             setattr(layer.get_submodule(parent), leaf, sharded)
         for path, vector in vectors:
@@ -111,8 +114,8 @@ class TensorParallelizer:
                 self._adapt_block(layer.get_submodule(parent), parent, region, self._behind(layer))
         if self.sequence_parallel:
             whole_blocks = [path for path in self.plan.whole if _has(layer, path) and path not in regions]
-            for path in whole_blocks:
-                self._gather_sequence(layer.get_submodule(path))
+            for place, path in enumerate(whole_blocks, start=len(regions)):
+                self._gather_sequence(layer.get_submodule(path), place=place)
             for parameter in self._outside(layer, [*regions, *whole_blocks]):
                 sum_over_ranks(parameter, self.group)
             self._split_sequence(index, layer)
@@ -142,13 +145,13 @@ class TensorParallelizer:
             done(head)
         mark_replicated(self.model, self.structure.tied)
 
-    def _region(self, *, gathers: bool) -> Region:
+    def _region(self, *, gathers: bool, place: int) -> Region:
         return Region(
             self.group,
             sequence_parallel=self.sequence_parallel,
             dropout=self.dropout,
             gathers=gathers,
-            is_chain=self.model.config.model_type in CHAINS,
+            place=place,
         )
 
     def planned(self, layer: nn.Module) -> Iterator[tuple[str, nn.Module, str, list[Block]]]:
@@ -246,23 +249,23 @@ class TensorParallelizer:
                 # Norms of single heads: each rank sees only its own heads.
                 sum_over_ranks(parameter, self.group)
 
-    def _gather_sequence(self, block: nn.Module) -> None:
+    def _gather_sequence(self, block: nn.Module, *, place: int) -> None:
         """Let every rank compute a block on the whole sequence, and keep its own part of the result.
 
         All ranks drop the same there, as in a region that gathers its columns.
         """
-        region = self._region(gathers=True)
+        region = self._region(gathers=True, place=place)
 
         def gather(block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             def gather_hidden(hidden: torch.Tensor) -> torch.Tensor:
-                region.change_stream(hidden.device, block)
+                hidden = region.change_stream(hidden, block)
                 return c.gather_from_tensor_ranks(hidden, self.group, dim=1)
 
             return _with_hidden(arguments, keywords, gather_hidden)
 
         def scatter(block: nn.Module, arguments: tuple[Any, ...], result: Any) -> Any:
             def scatter_hidden(hidden: torch.Tensor) -> torch.Tensor:
-                region.restore_stream(hidden.device)
+                hidden = region.restore_stream(hidden, block)
                 return c.scatter_to_tensor_ranks(hidden, self.group, dim=1)
 
             return _with_first(result, scatter_hidden)
