@@ -63,7 +63,6 @@ REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
         [ATTENTION, "parallel.ulysses"],
         [(ATTENTION, "auto"), ("parallel.ulysses", 1)],
     ),
-    ({**BLOCKS, "train__compile": True}, ["train.compile", ATTENTION], [("train.compile", False), (ATTENTION, "auto")]),
     (
         {**BLOCKS, "parallel__recompute": "selective"},
         ["parallel.recompute", ATTENTION],
@@ -76,7 +75,6 @@ REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
         [(ATTENTION, "auto"), "set model.overrides.attn_pdrop=0.0"],
     ),
     ({"model__kernels": "liger"}, ["model.kernels", CP], [("model.kernels", "torch"), (CP, 1)]),
-    ({"train__compile": True}, ["train.compile", CP], [("train.compile", False), (CP, 1)]),
     (
         {"parallel__recompute": "selective"},
         ["parallel.recompute", CP],
@@ -148,6 +146,8 @@ def test_what_cannot_run_is_one_conflict(changes: dict[str, object], fields: lis
         {"parallel__offload_optimizer": "cpu", "parallel__offload_params": "cpu", "parallel__zero_stage": 3},
         {"parallel__tiled_mlp": True, "parallel__offload_activations": True, "parallel__recompute": "full"},
         {**BLOCKS, "parallel__tp": 2, "parallel__pp": 2},
+        {**BLOCKS, "train__compile": True},
+        {"train__compile": True},
         {**BLOCKS, "model__overrides": LONGROPE},
         {"model__attn_implementation": "blocks"},
         {"model__name_or_path": "mistral-7b", "model__overrides": {"sliding_window": 16}},

@@ -331,6 +331,8 @@ BIASED = {
         pytest.param(
             "aot_eager", BIASED, {"tp": 2, "experts": "inner", "sequence_parallel": True}, marks=pytest.mark.whole
         ),
+        pytest.param("aot_eager", BIASED, {"cp": 2, "recompute": "full"}, marks=pytest.mark.whole),
+        pytest.param("aot_eager", MIXTURE, {"cp": 2, "ep": 2, "cp_exchange": "ring"}, marks=pytest.mark.whole),
         *(
             pytest.param(backend, model, parallel, marks=[pytest.mark.whole, NEEDS_COMPILER])
             for backend in ("aot_eager", "inductor")

@@ -2,6 +2,7 @@
 
 import math
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -155,7 +156,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def differences(exchange: ExchangeKind | None, kind: str) -> list[float]:
+def differences(exchange: ExchangeKind | None, kind: str, *, in_graph: bool = False) -> list[float]:
     """How far output and gradients of this rank are from those of the formula, relative to their norms."""
     options = {"scaling": 0.3, **KINDS[kind]}
     q, k, v, sinks, gradient = inputs(options.pop("value_size", 8))
@@ -175,7 +176,9 @@ def differences(exchange: ExchangeKind | None, kind: str) -> list[float]:
         window=options.pop("window", None),
         chunk=options.pop("chunk", None),
     )
-    output, _ = attend(torch.nn.Identity(), q[:, :, own], k[:, :, own], v[:, :, own], view, **options)
+    compute: Any = torch.compile(attend, backend="aot_eager", fullgraph=True) if in_graph else attend
+    operands = [each[:, :, own] for each in (q, k, v)]
+    output, _ = compute(torch.nn.Identity(), *operands, view.with_token(), **options)
     found = list(torch.autograd.grad(output, leaves, gradient[:, own]))
     for each in found:
         if exchange is not None:
@@ -193,9 +196,37 @@ def test_what_pytorch_would_leave_out_is_refused_outside_of_a_forward_pass_of_an
     assert attend(torch.nn.Identity(), *on_meta, None, **option)[0].shape == (1, 4, 2, 8)
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_attends_as_the_formula_says(kind: str) -> None:
-    assert max(differences(None, kind)) < 1e-12
+def test_one_rank_attends_as_the_formula_says(kind: str, in_graph: bool) -> None:
+    assert max(differences(None, kind, in_graph=in_graph)) < 1e-12
+
+
+def test_one_graph_serves_all_views_and_keeps_none_of_them() -> None:
+    torch._dynamo.reset()
+    query = torch.randn(1, 2, LENGTH, 8, requires_grad=True)
+    starts = [((0,),), ((0, 9),), ((0, 20, 30),)]
+    views = [
+        SequenceView(
+            sequence=SequenceSlice(rank=0, ranks=1, length=LENGTH, starts=each), exchange=NoExchange(), window=window
+        )
+        for each in starts
+        for window in (None, 6)
+    ]
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
+    for view in views:
+        arguments = (torch.nn.Identity(), query, query, query)
+        gradients = [
+            torch.autograd.grad(compute(*arguments, view.with_token())[0].square().sum(), query)[0]
+            for compute in (compiled, attend)
+        ]
+        assert torch.equal(*gradients)
+    assert counter.frame_count == 1
+    kept = [weakref.ref(view) for view in views]
+    views.clear()
+    del view
+    assert [each() for each in kept] == [None] * len(kept)
 
 
 @pytest.mark.parametrize("count", [2, 4])

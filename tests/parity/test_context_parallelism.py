@@ -1,5 +1,6 @@
 """Ranks that share sequences (context parallelism) train what one plain PyTorch process trains."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -212,6 +213,56 @@ def test_shared_sequences_train_what_one_process_trains(
     check_equal(runs[0], baseline)
 
 
+COMPILED = [
+    Cell(strategy="cp2-z1", family="gemma3_text", data="documents", exchange="ring"),
+    Cell(strategy="cp2-z3-recompute", data="documents"),
+    Cell(strategy="cp2-tp2-z1-sp", family="gemma3_text"),
+    Cell(strategy="cp2-tp2-z3-sp-recompute", data="documents", exchange="ring"),
+    Cell(strategy="cp2-pp2-z1", family="gemma3_text", data="documents", exchange="ring"),
+    Cell(strategy="cp2-pp2-z0-recompute", data="packed"),
+    Cell(strategy="cp2-z2", family="gpt_oss"),
+    Cell(strategy="cp2-ep2-z1", family="qwen3_moe", data="documents"),
+    Cell(strategy="u2-cp2-z1", data="documents", exchange="ring"),
+    Cell(strategy="u2-cp1-z1", family="gpt_oss"),
+    Cell(strategy="z1", family="gemma2", data="documents"),
+    Cell(strategy="tp2-z1", data="padded chats"),
+]
+WATCHED = ("gpt_oss", "qwen3_moe")
+"""Mixtures, whose routers are watched here, which breaks graphs; not so in tests/engines/test_compiled_layers.py."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "cell"),
+    [
+        pytest.param(backend, cell, marks=[pytest.mark.whole] if backend == "inductor" or cell != COMPILED[0] else [])
+        for backend in ("aot_eager", "inductor")
+        for cell in COMPILED
+    ],
+    ids=str,
+)
+def test_compiled_layers_attend_in_their_graph_as_eager_ones_do(
+    backend: str, cell: Cell, recipe_of: Callable[..., Recipe], ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph for all micro-batches, wherever their documents begin, and for layers with and without a window."""
+    if backend == "aot_eager":
+        monkeypatch.setattr("toolkit.engines.compiled_layers._OPTIONS", {"backend": backend})
+    elif shutil.which("g++") is None:
+        pytest.skip("torch.compile on a CPU needs a C++ compiler")
+    recipe, count = shared(cell, recipe_of(cell))
+    eager = ranks(train_in_memory, count, recipe)[0]
+    compiled = ranks(train_in_memory, count, recipe.changed({"train": {"compile": True}}), _compiled)[0]
+    check_equal(compiled, eager)
+    if cell.family not in WATCHED:
+        # A pipeline's stage has layers of its own kinds, and a validation another pass.
+        assert compiled.inspected["graph_breaks"] == {}
+        assert compiled.inspected["graphs"] <= (3 if "pp" in cell.strategy else 2)
+
+
+def _compiled(engine: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = engine.compiled.facts()
+    return facts
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -229,6 +280,23 @@ def test_bf16_trains_as_one_rank_that_rounds_alike(
     alone = ranks(train_in_memory, 1, recipe_of(cell, precision="bf16", parallel={"zero_stage": stage}))[0]
     assert run.curve.losses == pytest.approx(alone.curve.losses, rel=1e-3)
     rows = tensor_differences(run.first_gradients, alone.first_gradients)
+    assert rows[0].difference < 0.02, "\n" + tensor_table(rows)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("strategy", ["cp2-z0", "cp2-z2"])
+def test_compiled_layers_round_to_bf16_as_eager_ones_do(
+    strategy: str, recipe_of: Callable[..., Recipe], ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autocast casts operands where a layer is traced, and is off where its graph runs."""
+    monkeypatch.setattr("toolkit.engines.compiled_layers._OPTIONS", {"backend": "aot_eager"})
+    cell = Cell(strategy=strategy, family="gemma2", exchange="ring")
+    recipe, count = shared(cell, recipe_of(cell, precision="bf16"))
+    eager = ranks(train_in_memory, count, recipe)[0]
+    compiled = ranks(train_in_memory, count, recipe.changed({"train": {"compile": True}}), _compiled)[0]
+    assert compiled.inspected["graph_breaks"] == {}
+    assert compiled.curve.losses == pytest.approx(eager.curve.losses, rel=1e-3)
+    rows = tensor_differences(compiled.first_gradients, eager.first_gradients)
     assert rows[0].difference < 0.02, "\n" + tensor_table(rows)
 
 

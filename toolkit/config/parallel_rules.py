@@ -458,7 +458,6 @@ def _blocks_settings(recipe: Recipe) -> Iterator[Refusal]:
     for field, allowed, reason in (
         ("model.kernels", "torch", "Liger's kernels were not tested beside it"),
         ("model.load_in_4bit", False, "4-bit weights were not tested beside it"),
-        ("train.compile", False, "its attention was not tested in compiled layers"),
     ):
         if recipe.value_of(field) != allowed:
             yield recipe.conflict(field, off[0], reason=reason, remedy=((field, allowed), off))

@@ -5,12 +5,16 @@ rank holds, with the window or the chunks of the layer. The model hands it to `a
 function, where a mask would arrive; so it is right where a layer is recomputed, and with several micro-batches in a
 pipeline.
 
+In the graph of a compiled layer this attention, with its exchange, is one operation, and its backward pass another one.
+They find the view by its token, a tensor that the graph takes as an input and saves for its backward pass: so one graph
+serves all micro-batches, and layers with and without a window.
+
 Dims: b samples, h heads, g key-value heads, s positions of a sequence, n positions on this rank, d size of a head.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,7 +36,11 @@ NAME = "context_parallel"
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+_VIEW = "view_of_sequences"
+"""Name of the attribute of a token's storage that has its SequenceView."""
+
+
+@dataclass(kw_only=True)  # not frozen: the compiler would compile a layer again for each value of a field
 class SequenceView:
     """What takes the place of a mask: the sequences of a micro-batch as a rank and a layer see them."""
 
@@ -42,6 +50,14 @@ class SequenceView:
     """Ranks with which this one exchanges heads for positions; the view is that of all their positions."""
     window: int | None = None
     chunk: int | None = None
+    token: Tensor | None = field(default=None, compare=False)
+    """What stands for the view in graphs, int64 [1] on the CPU; None for a view that is handed to no layer."""
+
+    def with_token(self) -> "SequenceView":
+        """Return the view with a token. Tensors and views keep each other in memory one way only."""
+        token = torch.zeros(1, dtype=torch.int64, device="cpu")
+        setattr(token.untyped_storage(), _VIEW, self)
+        return replace(self, token=token)
 
     def tiles(self, keys: range) -> list[Tile]:
         """Return what this rank's queries see of the keys at these positions."""
@@ -84,11 +100,12 @@ def mask(*arguments: Any, config: Any = None, local_size: int | None = None, **o
         raise ModelError.of("model_type", config.model_type, reason, *remedies)
     text = config.get_text_config(decoder=True)
     is_chunked = local_size is not None and getattr(text, "attention_chunk_size", None) == local_size
-    return replace(
+    view = replace(
         _Current.view,
         window=None if is_chunked else local_size,
         chunk=local_size if is_chunked else None,
     )
+    return view.with_token()
 
 
 def attend(
@@ -119,14 +136,18 @@ def attend(
     if dropout:
         reason = "context parallelism has no dropout between queries and keys"
         raise ModelError.of("model.overrides", "attention dropout", reason, "set it to 0.0 there", ("parallel.cp", 1))
-    scores = Scores(scale=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (_as_autocast(each) for each in (query, key, value))
     group = attention_mask.heads
     if group is not None:
         key, value = (repeated(each, group.size()) for each in (key, value))
         query, key, value = (to_heads(each, group) for each in (query, key, value))
         s_aux = None if s_aux is None else own_heads(s_aux, group)
-    output: Tensor = _Attention.apply(query, key, value, s_aux, attention_mask, scores)
+    if torch.compiler.is_compiling():
+        assert attention_mask.token is not None
+        output = _attend(query, key, value, s_aux, attention_mask.token, scale, softcap)[0].transpose(1, 2)
+    else:
+        output = _Attention.apply(query, key, value, s_aux, attention_mask, Scores(scale=scale, softcap=softcap))
     if group is not None:
         output = to_positions(output, group)
     return output.transpose(1, 2).contiguous(), None
@@ -156,13 +177,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, view: SequenceView, scores: Scores
     ) -> Tensor:
-        merged = _Merged(query, value.shape[-1])
-        for blocks in view.exchange.blocks(key, value, view.sequence):
-            for block in blocks:
-                for tile in view.tiles(block.positions):
-                    q, k, v = _padded(*_operands(query, block, tile))
-                    merged.add(tile, *kernels.attend(q, k, v, scores, _mask(tile)))
-        output, sums = merged.finish(sinks)
+        output, sums = _merged_output(query, key, value, sinks, view, scores)
         ctx.save_for_backward(query, key, value, sinks, output, sums)
         ctx.view = view
         ctx.scores = scores
@@ -171,35 +186,137 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *received: Tensor) -> Any:
         query, key, value, sinks, output, sums = ctx.saved_tensors
-        view: SequenceView = ctx.view
-        gradient = received[0].contiguous()
-        of_query = torch.zeros(query.shape, dtype=exact(query), device=query.device)
-
-        def compute(blocks: list[KeyValueBlock]) -> list[tuple[Tensor, Tensor]]:
-            parts = []
-            for block in blocks:
-                of_key = torch.zeros(block.key.shape, dtype=exact(query), device=query.device)
-                of_value = torch.zeros(block.value.shape, dtype=exact(query), device=query.device)
-                for tile in view.tiles(block.positions):
-                    operands = _operands(query, block, tile)
-                    outputs = (each[tile.rows, :, tile.queries] for each in (gradient, output))
-                    q, k, v, g, o = _padded(*operands, *outputs)
-                    lse = sums[tile.rows, :, tile.queries]
-                    parts_of_tile = kernels.gradients(g, q, k, v, o, lse, ctx.scores, _mask(tile))
-                    of_query[tile.rows, :, tile.queries] += parts_of_tile[0][..., : query.shape[-1]]
-                    of_key[tile.rows, :, tile.keys] += parts_of_tile[1][..., : key.shape[-1]]
-                    of_value[tile.rows, :, tile.keys] += parts_of_tile[2][..., : value.shape[-1]]
-                parts.append((of_key, of_value))
-            return parts
-
-        of_key, of_value = view.exchange.gradients(key, value, view.sequence, compute)
+        of_inputs = _gradients(received[0], query, key, value, output, sums, ctx.view, ctx.scores)
         of_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            # A sink is a key whose value is zero: its weight's gradient is minus the mean of the others'.
-            weights = (sinks.to(sums.dtype)[:, None] - sums).exp()  # [b, h, n]
-            means = (gradient.to(sums.dtype) * output.to(sums.dtype)).sum(dim=-1)
-            of_sinks = -(weights * means).sum(dim=(0, 2)).to(sinks.dtype).view(sinks.shape)
-        return of_query.to(query.dtype), of_key, of_value, of_sinks, None, None
+            of_sinks = _gradient_of_sinks(received[0], sinks, output, sums)
+        return *of_inputs, of_sinks, None, None
+
+
+@torch.library.custom_op("dstk::attend", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    token: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the output of `_Attention`, as [b, n, h, d], and the log-sum-exp [b, h, n]."""
+    view: SequenceView = getattr(token.untyped_storage(), _VIEW)
+    output, sums = _merged_output(query, key, value, sinks, view, Scores(scale=scale, softcap=softcap))
+    return output.transpose(1, 2).contiguous(), sums
+
+
+@_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    samples, heads, positions = query.shape[:3]
+    output = query.new_empty((samples, positions, heads, value.shape[-1]))
+    return output, query.new_empty((samples, heads, positions), dtype=exact(query))
+
+
+@torch.library.custom_op("dstk::gradients_of_attention", mutates_args=())
+def _gradients_of_attention(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    output: Tensor,
+    sums: Tensor,
+    token: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys, values and sinks from that of the output [b, n, h, d]."""
+    view: SequenceView = getattr(token.untyped_storage(), _VIEW)
+    scores = Scores(scale=scale, softcap=softcap)
+    gradient = gradient.transpose(1, 2)
+    output = output.transpose(1, 2)
+    of_query, of_key, of_value = _gradients(gradient, query, key, value, output, sums, view, scores)
+    of_sinks = query.new_empty(0) if sinks is None else _gradient_of_sinks(gradient, sinks, output, sums)
+    return of_query.contiguous(), of_key.contiguous(), of_value.contiguous(), of_sinks
+
+
+@_gradients_of_attention.register_fake
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), of_sinks
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, sinks, token, scale, softcap = inputs
+    ctx.save_for_backward(query, key, value, sinks, *output, token)
+    ctx.scale = scale
+    ctx.softcap = softcap
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
+    gradients = _gradients_of_attention(gradient, *ctx.saved_tensors, ctx.scale, ctx.softcap)
+    of_query, of_key, of_value, of_sinks = gradients
+    has_sinks = ctx.saved_tensors[3] is not None
+    return of_query, of_key, of_value, of_sinks if has_sinks else None, None, None, None
+
+
+_attend.register_autograd(_backward, setup_context=_save)
+
+
+def _merged_output(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, view: SequenceView, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """Return the output [b, h, n, d] and the log-sum-exp [b, h, n] over the keys of all ranks."""
+    merged = _Merged(query, value.shape[-1])
+    for blocks in view.exchange.blocks(key, value, view.sequence):
+        for block in blocks:
+            for tile in view.tiles(block.positions):
+                q, k, v = _padded(*_operands(query, block, tile))
+                merged.add(tile, *kernels.attend(q, k, v, scores, _mask(tile)))
+    return merged.finish(sinks)
+
+
+def _gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    view: SequenceView,
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of this rank's queries, keys and values from that of the output."""
+    gradient = gradient.contiguous()
+    of_query = torch.zeros(query.shape, dtype=exact(query), device=query.device)
+
+    def compute(blocks: list[KeyValueBlock]) -> list[tuple[Tensor, Tensor]]:
+        parts = []
+        for block in blocks:
+            of_key = torch.zeros(block.key.shape, dtype=exact(query), device=query.device)
+            of_value = torch.zeros(block.value.shape, dtype=exact(query), device=query.device)
+            for tile in view.tiles(block.positions):
+                operands = _operands(query, block, tile)
+                outputs = (each[tile.rows, :, tile.queries] for each in (gradient, output))
+                q, k, v, g, o = _padded(*operands, *outputs)
+                lse = sums[tile.rows, :, tile.queries]
+                parts_of_tile = kernels.gradients(g, q, k, v, o, lse, scores, _mask(tile))
+                of_query[tile.rows, :, tile.queries] += parts_of_tile[0][..., : query.shape[-1]]
+                of_key[tile.rows, :, tile.keys] += parts_of_tile[1][..., : key.shape[-1]]
+                of_value[tile.rows, :, tile.keys] += parts_of_tile[2][..., : value.shape[-1]]
+            parts.append((of_key, of_value))
+        return parts
+
+    of_key, of_value = view.exchange.gradients(key, value, view.sequence, compute)
+    return of_query.to(query.dtype), of_key, of_value
+
+
+def _gradient_of_sinks(gradient: Tensor, sinks: Tensor, output: Tensor, sums: Tensor) -> Tensor:
+    """A sink is a key whose value is zero: its weight's gradient is minus the mean of the others'."""
+    weights = (sinks.to(sums.dtype)[:, None] - sums).exp()  # [b, h, n]
+    means = (gradient.to(sums.dtype) * output.to(sums.dtype)).sum(dim=-1)
+    return -(weights * means).sum(dim=(0, 2)).to(sinks.dtype).view(sinks.shape)
 
 
 class _Merged:
