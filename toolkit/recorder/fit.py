@@ -1,9 +1,10 @@
 """Fits traces of a few sizes to a Recording: each event's bytes as a polynomial, each kind of layer once."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
-from typing import Any
+from typing import Any, Self
 
 from toolkit.estimate.recorded.recording import (
     MONOMIALS,
@@ -118,43 +119,73 @@ def assemble(
     """
     allocations = [number for section in trace for number, size in section.events if size > 0]
     fitted = _FittedTrace(trace, size_of=dict(zip(allocations, sizes, strict=True)))
-    representatives = [_inner(kind, layers, pattern) for kind in dict.fromkeys(pattern)]
-    inner = [index for index in representatives if index is not None]
-    # Kinds of layers that did not run, because another stage has them, stand under number 0.
-    kind_numbers = {pattern[index]: number for number, index in enumerate(inner)}
-
-    def beyond_inner(direction: str, end_layer: int) -> Polynomial:
-        """Return the bytes that the first or the last layer leaves live beyond those of an inner one of its kind."""
-        if len(layers) < 2:
-            return total(())
-        usual = inner[kind_numbers[pattern[end_layer]]]
-        end_bytes = fitted.section(f"{direction} {end_layer}").delta
-        inner_bytes = fitted.section(f"{direction} {usual}").delta
-        return tuple(map(int.__sub__, end_bytes, inner_bytes))
-
+    chosen = _ChosenLayers.of(layers, pattern)
     first = layers[0]
     last = layers[-1]
-    ends = (kind_numbers.get(pattern[first], 0), kind_numbers.get(pattern[last], 0))
+    first_beyond = _bytes_beyond_inner(fitted, chosen, first)
+    last_beyond = _bytes_beyond_inner(fitted, chosen, last)
+    ends = (chosen.kind_number(first), chosen.kind_number(last))
     return Recording(
         positions=positions,
         unit=unit,
-        pattern=tuple(kind_numbers.get(kind, 0) for kind in pattern),
+        pattern=tuple(chosen.kind_number(index) for index in range(len(pattern))),
         embedding=fitted.section("embedding"),
         head=fitted.section("head"),
         loss=fitted.section("loss"),
         head_backward=fitted.section("head_backward"),
         # The first layer's backward pass also frees what all layers share, for instance masks.
-        embedding_backward=fitted.section("embedding_backward", beyond_inner("backward", first)),
-        forward=tuple(fitted.section(f"forward {index}") for index in inner),
-        backward=tuple(fitted.section(f"backward {index}") for index in inner),
-        kinds=tuple(fitted.kept_by_part(f"forward {index}") for index in inner),
-        end_layers=(
-            beyond_inner("forward", first),
-            beyond_inner("forward", last),
-            beyond_inner("backward", last),
-        ),
-        events=events_of(trace, fitted.size_of, LayerRoles(ran=layers, inner=inner, ends=ends)),
+        embedding_backward=fitted.section("embedding_backward", first_beyond["backward"]),
+        forward=tuple(fitted.section(f"forward {index}") for index in chosen.inner),
+        backward=tuple(fitted.section(f"backward {index}") for index in chosen.inner),
+        kinds=tuple(fitted.kept_by_part(f"forward {index}") for index in chosen.inner),
+        end_layers=(first_beyond["forward"], last_beyond["forward"], last_beyond["backward"]),
+        events=events_of(trace, fitted.size_of, LayerRoles(ran=layers, inner=chosen.inner, ends=ends)),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ChosenLayers:
+    """The layers of a trace that stand for all of their kind."""
+
+    ran: Sequence[int]
+    pattern: Sequence[int]
+    """The kind of every layer of the model."""
+    inner: list[int]
+    """A layer of each kind that ran, in the order of the kinds: an inner one, if there is one."""
+
+    @classmethod
+    def of(cls, ran: Sequence[int], pattern: Sequence[int]) -> Self:
+        """Choose a layer of each kind."""
+        inner = []
+        for kind in dict.fromkeys(pattern):
+            index = _inner(kind, ran, pattern)
+            if index is not None:
+                inner.append(index)
+        return cls(ran=ran, pattern=pattern, inner=inner)
+
+    def kind_number(self, layer: int) -> int:
+        """Return the number of a layer's kind in the recording: the place of its kind in `inner`.
+
+        Kinds of layers that did not run, because another stage has them, stand under number 0.
+        """
+        for number, index in enumerate(self.inner):
+            if self.pattern[index] == self.pattern[layer]:
+                return number
+        return 0
+
+
+def _bytes_beyond_inner(fitted: "_FittedTrace", chosen: _ChosenLayers, layer: int) -> dict[str, Polynomial]:
+    """Return what the first or the last layer leaves live beyond an inner one of its kind, in each direction."""
+    directions = ("forward", "backward")
+    if len(chosen.ran) < 2:
+        return {direction: total(()) for direction in directions}
+    usual = chosen.inner[chosen.kind_number(layer)]
+    beyond: dict[str, Polynomial] = {}
+    for direction in directions:
+        end_bytes = fitted.section(f"{direction} {layer}").delta
+        inner_bytes = fitted.section(f"{direction} {usual}").delta
+        beyond[direction] = tuple(map(int.__sub__, end_bytes, inner_bytes))
+    return beyond
 
 
 class _FittedTrace:
@@ -204,7 +235,9 @@ class _FittedTrace:
 
 
 def _inner(kind: int, layers: Sequence[int], pattern: Sequence[int]) -> int | None:
-    """The layer of a kind that stands for all: between two others that ran, if there is one."""
+    """Return the layer of a kind that stands for all: between two others that ran, if possible; None without any."""
     alike = [index for index in layers if pattern[index] == kind]
-    inside = [index for index in alike if index - 1 in layers and index + 1 in layers]
-    return next(iter([*inside, *alike]), None)
+    for index in alike:
+        if index - 1 in layers and index + 1 in layers:
+            return index
+    return alike[0] if alike else None
