@@ -52,6 +52,18 @@ def test_each_value_of_a_valid_config_is_accepted_without_the_number_of_gpus(nam
     assert ids(lint(valid()[name]), "error", "warning") == []
 
 
+def test_a_string_that_spells_no_whole_number_is_refused_as_deepspeed_refuses_it() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    zero = {"stage": 2, "reduce_bucket_size": "5e8"}
+    with pytest.raises(ValidationError, match="unable to parse string as an integer"):
+        DeepSpeedZeroConfig(**zero)
+    found = lint({"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": zero}, gpus=8)
+    (finding,) = (finding for finding in found if finding.rule.id == "DS202")
+    assert "ValidationError" in finding.effect
+
+
 def test_300_planted_mistakes_are_all_found_by_the_right_rule() -> None:
     missed = [
         (case.rule, case.base, case.config)

@@ -82,6 +82,8 @@ def _report(path: Path, wrong: ValueProblem, node: Node, strict: bool, view: Vie
     effect: str | None = None
     if not refused:
         effect = _effect_of_use(name, wrong, strict, view)
+    elif wrong.kind == "text" and strict:
+        effect = "DeepSpeed raises ValidationError: the string spells no such number."
     elif stopped_by_trainer:
         effect = "The Trainer compares it with its own argument, and stops."
     elif wrong.kind == "truth":
