@@ -15,7 +15,7 @@ import torch
 
 from toolkit.checkpoint.names import checkpoint_error, is_safe_path
 from toolkit.convert import deepspeed_partitions as partitions
-from toolkit.convert.training_state import MASTER, TrainingState
+from toolkit.convert.training_state import MASTER, TrainingState, count_of
 from toolkit.files import printable, read_regular, reason_of
 from toolkit.units import plural
 
@@ -155,7 +155,7 @@ def _described(
     stage: int,
     is_universal: bool = False,
     frozen: Mapping[str, torch.Tensor] | None = None,
-    updates: int | None = None,
+    updates: Any = None,
     loss_scale: Any = None,
     notices: tuple[str, ...] = (),
 ) -> DeepSpeedCheckpoint:
@@ -175,14 +175,20 @@ def _described(
             return frozen[name].float()
         return trained.read(kind, name)
 
-    step = _number(model, "global_steps")
+    step = count_of(model.get("global_steps", 0), tag, "global_steps")
+    skipped = count_of(model.get("skipped_steps", 0), tag, "skipped_steps")
+    if skipped > step:
+        raise partitions.PartitionError(f"it has skipped_steps {skipped} of global_steps {step}")
+    if updates is None:
+        updates = step - skipped
+    updates = count_of(updates, tag, "the number of updates")
     return DeepSpeedCheckpoint(
         tag=tag,
         stage=stage,
         ranks=_number(model, "dp_world_size") or 1,
         is_universal=is_universal,
         step=step,
-        updates=step - _number(model, "skipped_steps") if updates is None else updates,
+        updates=updates,
         shapes={name: shapes[name] for name in sorted(shapes, key=order.__getitem__)},
         tied={str(alias): str(name) for alias, name in (model.get("shared_params") or {}).items()},
         buffers=buffers,

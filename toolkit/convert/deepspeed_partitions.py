@@ -135,8 +135,8 @@ def by_parameters(optimizers: Sequence[Mapping[str, Any]], groups: Sequence[Shap
     return _from_flat_vectors(flat, fragments, _all(groups))
 
 
-def updates_of(optimizer: Any) -> int | None:
-    """The number of updates in an optimizer's state dict; None where it does not count them."""
+def updates_of(optimizer: Any) -> Any:
+    """The number of updates in an optimizer's state dict, as it is stored; None where it does not count them."""
     if isinstance(optimizer, list):
         states = optimizer
         param_groups = []
@@ -146,7 +146,7 @@ def updates_of(optimizer: Any) -> int | None:
     for place in (*states, *param_groups):
         step = place.get("step") if isinstance(place, Mapping) else None
         if isinstance(step, torch.Tensor | int | float):
-            return int(step)
+            return step
     return None
 
 
@@ -203,6 +203,8 @@ def open_universal(tag: Path, groups: Sequence[Shapes]) -> StoredParameters:
             raise PartitionError(f"{name}/{kind}.pt contains no floating-point tensor")
         if value.numel() != math.prod(shapes[name]):
             raise PartitionError(f"{name}/{kind}.pt has {value.numel()} values, not {list(shapes[name])}")
+        if value.dim() != 1 and tuple(value.shape) != shapes[name]:
+            raise PartitionError(f"{name}/{kind}.pt is {list(value.shape)}, not {list(shapes[name])}")
         return value
 
     for name in shapes:
@@ -216,13 +218,13 @@ def open_universal(tag: Path, groups: Sequence[Shapes]) -> StoredParameters:
     )
 
 
-def updates_of_universal(tag: Path, shapes: Shapes) -> int | None:
-    """The number of updates, stored beside each parameter, or in ZeRO 3's optimizer state; None in neither."""
+def updates_of_universal(tag: Path, shapes: Shapes) -> Any:
+    """The number of updates as it is stored, beside each parameter, or in ZeRO 3's optimizer state; None in neither."""
     directory = tag / UNIVERSAL_DIRECTORY
     for name in shapes:
         if (path := directory / name / "step.pt").is_file():
             step = read_scanned(path)
-            return int(step) if isinstance(step, torch.Tensor | int | float) else None
+            return step if isinstance(step, torch.Tensor | int | float) else None
     path = directory / "optimizer_state.pt"
     state = read_scanned(path) if path.is_file() else {}
     return updates_of(state["optimizer_state_dict"]) if "optimizer_state_dict" in state else None

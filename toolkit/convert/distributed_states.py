@@ -9,6 +9,7 @@
 All of them are read tensor by tensor (distributed_checkpoint.py) through a map of names (weight_map.py).
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from toolkit.convert.gathered_states import WEIGHTS as GATHERED
 from toolkit.convert.gathered_states import open_gathered
 from toolkit.convert.megatron_names import LAYERS, megatron_map
 from toolkit.convert.torchtitan_names import torchtitan_map
-from toolkit.convert.training_state import MASTER, TrainingState
+from toolkit.convert.training_state import MASTER, TrainingState, count_of, one_too_many
 from toolkit.convert.weight_map import Config, ShapeError, Shapes, StoredWeight, WeightMap, as_named
 from toolkit.files import printable, read_json_object, read_regular
 
@@ -32,6 +33,8 @@ _FSDP_MODEL = "pytorch_model_fsdp_0"
 _FSDP_OPTIMIZER = "optimizer_0"
 _MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
 _MEGATRON_FILE = "common.pt"
+_MEGATRON_BACKEND = "metadata.json"
+_MEGATRON_FORMAT = "torch_dist"
 _TITAN_STEP = re.compile(r"step-([0-9]+)")
 _EMBEDDINGS = {"megatron": "embedding.word_embeddings.weight", "torchtitan": "tok_embeddings.weight"}
 _MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
@@ -126,18 +129,43 @@ class _Source:
     def read(self, weight: StoredWeight) -> torch.Tensor:
         return self.checkpoint.read(self.key(weight), weight.index)
 
+    def check(self, weight: StoredWeight, sizes: tuple[int, ...]) -> None:
+        """Raise CheckpointError where it is not of floating-point numbers, or has not `sizes` first dimensions."""
+        key = self.key(weight)
+        tensor = self.checkpoint.tensors[key]
+        if not tensor.dtype.is_floating_point:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            problem = f"{key} has the dtype {dtype}, not one of floating-point numbers"
+            raise checkpoint_error(self.checkpoint.directory, f"{problem}. Copy it again.")
+        if tensor.shape[: len(sizes)] != sizes:
+            stored = " x ".join(str(size) for size in tensor.shape[: len(sizes)])
+            wanted = " x ".join(str(size) for size in sizes)
+            problem = f"{key} has {stored} layers or experts, and the model {wanted}"
+            raise checkpoint_error(self.checkpoint.directory, f"{problem}. {_OTHER}")
+
 
 def _fsdp(step: Path, shapes: Shapes) -> TrainingState:
     weights = DistributedCheckpoint(step / _FSDP_MODEL)
     has_optimizer = (step / _FSDP_OPTIMIZER / INDEX).exists()
     optimizer = DistributedCheckpoint(step / _FSDP_OPTIMIZER) if has_optimizer else None
     names = as_named(list(shapes), "FSDP (Trainer or accelerate)")
-    return _with_adam(step, names, shapes, _Source(checkpoint=weights, before=_prefix(weights, shapes)), optimizer)
+    before = _prefix(weights, shapes)
+    _check_layers(weights, names, before)
+    return _with_adam(step, names, shapes, _Source(checkpoint=weights, before=before), optimizer)
 
 
 def _named(step: Path, checkpoint: DistributedCheckpoint, names: WeightMap, shapes: Shapes) -> TrainingState:
     before = _prefix(checkpoint, [names.stored(name)[0].key for name in names.parameters])
+    _check_layers(checkpoint, names, before)
     return _with_adam(step, names, shapes, _Source(checkpoint=checkpoint, before=before), checkpoint)
+
+
+def _check_layers(checkpoint: DistributedCheckpoint, names: WeightMap, before: str) -> None:
+    """Raise CheckpointError where the checkpoint has a layer or an expert more than the model."""
+    known = {f"{before}{key}" for weight in names.weights for key in (weight.key, weight.alias) if key}
+    extra = one_too_many(known, checkpoint.tensors)
+    if extra is not None:
+        raise checkpoint_error(checkpoint.directory, f"it has {printable(extra)}, and the model has not. {_OTHER}")
 
 
 def _prefix(checkpoint: DistributedCheckpoint, keys: Any) -> str:
@@ -166,7 +194,8 @@ def _updates(optimizer: DistributedCheckpoint | None, names: WeightMap, shapes: 
         source = _Source(checkpoint=optimizer, before="optimizer.state.", after=".step")
         weight = names.stored(name)[0]
         if source.has(weight):
-            return int(optimizer.read(source.key(weight)).flatten()[0])
+            key = source.key(weight)
+            return count_of(optimizer.read(key), optimizer.directory, key)
     return None
 
 
@@ -177,10 +206,10 @@ def _step(step: Path, optimizer: DistributedCheckpoint | None) -> int | None:
             number = read_json_object(file).get("global_step")
         except (OSError, ValueError) as error:
             raise checkpoint_error(file, f"cannot be read ({printable(str(error))}). Copy it again.") from None
-        if type(number) is int and number >= 0:
-            return number
+        if number is not None:
+            return count_of(number, file, "global_step")
     if optimizer is not None and "train_state.step" in optimizer.tensors:
-        return int(optimizer.read("train_state.step").flatten()[0])
+        return count_of(optimizer.read("train_state.step"), optimizer.directory, "train_state.step")
     match = _TITAN_STEP.fullmatch(step.name) or re.fullmatch(r"checkpoint-([0-9]+)", step.name)
     return int(match[1]) if match else None
 
@@ -189,6 +218,8 @@ def _megatron(step: Path, checkpoint: DistributedCheckpoint, config: Config, sha
     is_stacked = not any(re.match(rf"{re.escape(LAYERS)}[0-9]+\.", key) for key in checkpoint.tensors)
     rows = checkpoint.tensors[_EMBEDDINGS["megatron"]].shape[0]
     names = megatron_map(config, shapes, is_stacked=is_stacked)
+    _check_layers(checkpoint, names, "")
+    _check_backend(step / _MEGATRON_BACKEND)
     common = _common(step / _MEGATRON_FILE)
     sources = {MASTER: _Source(checkpoint=checkpoint)}
     prefixes = _optimizer_prefixes(checkpoint)
@@ -211,8 +242,13 @@ def _megatron(step: Path, checkpoint: DistributedCheckpoint, config: Config, sha
         )
     groups = _megatron_groups(common)
     number = common.get("iteration")
+    if number is not None:
+        number = count_of(number, step / _MEGATRON_FILE, "iteration")
     values = _MegatronReader(step, names, shapes, sources, weights=weights)
-    updates = next((int(group["step"]) for group in groups if isinstance(group.get("step"), int | float)), None)
+    counts = [
+        count_of(group["step"], step / _MEGATRON_FILE, "step") for group in groups if group.get("step") is not None
+    ]
+    updates = counts[0] if counts else None
     return _described(
         step,
         names,
@@ -220,7 +256,7 @@ def _megatron(step: Path, checkpoint: DistributedCheckpoint, config: Config, sha
         sources,
         None,
         values=values,
-        step_number=number if type(number) is int else None,
+        step_number=number,
         updates=updates,
         optimizer={
             name: group[name]
@@ -238,9 +274,24 @@ def _optimizer_prefixes(checkpoint: DistributedCheckpoint) -> list[str]:
     return [prefix for prefix in _MASTERS if any(key.startswith(prefix) for key in checkpoint.tensors)]
 
 
+def _check_backend(file: Path) -> None:
+    """Raise CheckpointError where Megatron-Core did not finish the checkpoint, or wrote another format."""
+    if not os.path.lexists(file):
+        raise checkpoint_error(file, "it is missing, which is written last. Copy all files, or name another step.")
+    try:
+        backend = read_json_object(file).get("sharded_backend")
+    except (OSError, ValueError) as error:
+        raise checkpoint_error(file, f"cannot be read ({printable(str(error))}). Copy it again.") from None
+    if backend != _MEGATRON_FORMAT:
+        problem = f"sharded_backend is {printable(backend)}, not {_MEGATRON_FORMAT}"
+        raise checkpoint_error(file, f"{problem}. Save it again with --ckpt-format {_MEGATRON_FORMAT}.")
+
+
 def _common(file: Path) -> Mapping[str, Any]:
     """What Megatron-Core stores beside the tensors. Objects of its own classes are read as empty ones."""
-    common = read_scanned(file, own_classes=("megatron.", "argparse.Namespace")) if file.exists() else {}
+    if not os.path.lexists(file):
+        raise checkpoint_error(file, "it is missing, which says the step. Copy all files of the step.")
+    common = read_scanned(file, own_classes=("megatron.", "argparse.Namespace"))
     if not isinstance(common, Mapping):
         raise checkpoint_error(file, "not a file of Megatron-Core. Choose a complete checkpoint.")
     return common
@@ -284,6 +335,7 @@ def _described(
     if missing is not None:
         key = sources[MASTER].key(names.stored(missing)[0])
         raise checkpoint_error(step, f"it has no {key}, which holds {missing}. {_OTHER}")
+    sizes = names.leading_sizes()
     states = {
         kind: [name for name in shapes if all(map(source.has, names.stored(name)))]
         for kind, source in sources.items()
@@ -294,6 +346,10 @@ def _described(
     partly = next((f"{kind} of {name}" for kind in kinds for name in sorted(trained ^ set(states[kind]))), None)
     if partly is not None:
         raise checkpoint_error(step, f"it has no {partly}, which other parameters have. Copy all files of the step.")
+    for kind, source in sources.items():
+        for name in shapes if kind == MASTER else states[kind]:
+            for weight in names.stored(name):
+                source.check(weight, sizes[weight.key])
     if values is None:
         values = _Reader(step, names, shapes, sources)
     number = step_number if step_number is not None else updates

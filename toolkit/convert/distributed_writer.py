@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -46,14 +47,18 @@ class Box:
 
 
 def write_distributed(directory: Path, boxes: Sequence[Box], objects: Mapping[str, Any]) -> None:
-    """Write boxes and plain objects into a directory. Raises OSError."""
-    with _silent():
-        save(
-            {},
-            storage_writer=_Writer(directory),
-            planner=_Planner(boxes, objects),
-            no_dist=True,
-        )
+    """Write boxes and plain objects into a directory. Raises OSError, and what a box raises as it is computed."""
+    try:
+        with _silent():
+            save(
+                {},
+                storage_writer=_Writer(directory),
+                planner=_Planner(boxes, objects),
+                no_dist=True,
+            )
+    except CheckpointException as error:  # which PyTorch makes of all that is raised, an interrupt too
+        ((cause, _),) = error.failures.values()
+        raise cause from None
 
 
 class _Writer(FileSystemWriter):

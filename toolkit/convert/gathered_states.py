@@ -12,8 +12,9 @@ import torch
 
 from toolkit.checkpoint.names import checkpoint_error
 from toolkit.convert.deepspeed_partitions import STATE_KINDS, read_scanned
-from toolkit.convert.training_state import MASTER, TrainingState
+from toolkit.convert.training_state import MASTER, TrainingState, check_tensor, count_of, one_too_many
 from toolkit.convert.weight_map import Shapes
+from toolkit.files import printable
 
 WEIGHTS = "pytorch_model_fsdp.bin"
 _OPTIMIZER = "optimizer.bin"
@@ -30,11 +31,10 @@ def open_gathered(step: Path, shapes: Shapes, number: int | None) -> TrainingSta
     for name, shape in shapes.items():
         if name not in weights:
             raise checkpoint_error(step / WEIGHTS, f"it has no {name}. {_OTHER}")
-        if tuple(weights[name].shape) != shape:
-            stored = list(weights[name].shape)
-            raise checkpoint_error(
-                step / WEIGHTS, f"{name} is {stored} there, and {list(shape)} by its config. {_OTHER}"
-            )
+        check_tensor(step / WEIGHTS, name, weights[name], shape)
+    extra = one_too_many(shapes, weights)
+    if extra is not None:
+        raise checkpoint_error(step / WEIGHTS, f"it has {printable(extra)}, and the model has not. {_OTHER}")
     states, settings = _states(step / _OPTIMIZER) if (step / _OPTIMIZER).exists() else ({}, {})
     having = {kind: [name for name in shapes if kind in states.get(name, {})] for kind in STATE_KINDS}
     kinds = tuple(kind for kind in STATE_KINDS if having[kind])
@@ -43,11 +43,13 @@ def open_gathered(step: Path, shapes: Shapes, number: int | None) -> TrainingSta
         for name in sorted(trained ^ set(having[kind])):
             raise checkpoint_error(step / _OPTIMIZER, f"it has no {kind} of {name}, which others have. {_OTHER}")
         for name in having[kind]:
-            if tuple(states[name][kind].shape) != shapes[name]:
-                found_shape = list(states[name][kind].shape)
-                problem = f"{kind} of {name} is {found_shape}, and the parameter {list(shapes[name])}"
-                raise checkpoint_error(step / _OPTIMIZER, f"{problem}. {_OTHER}")
-    updates = next((int(state["step"]) for state in states.values() if "step" in state), None)
+            check_tensor(step / _OPTIMIZER, f"{kind} of {name}", states[name][kind], shapes[name])
+    counts = [
+        count_of(state["step"], step / _OPTIMIZER, f"step of {printable(name)}")
+        for name, state in states.items()
+        if "step" in state
+    ]
+    updates = counts[0] if counts else None
     taken = number if number is not None else updates
 
     def read(kind: str, name: str) -> torch.Tensor:
@@ -70,9 +72,11 @@ def open_gathered(step: Path, shapes: Shapes, number: int | None) -> TrainingSta
 
 
 def _tensors(file: Path, content: Any) -> Mapping[str, torch.Tensor]:
-    if not isinstance(content, Mapping) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+    is_named = isinstance(content, Mapping) and all(isinstance(name, str) for name in content)
+    if not is_named or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise checkpoint_error(file, f"not the weights of a model, by name. {_OTHER}")
-    return content
+    named: Mapping[str, torch.Tensor] = content
+    return named
 
 
 def _states(file: Path) -> tuple[Mapping[str, Mapping[str, Any]], dict[str, Any]]:
@@ -84,6 +88,8 @@ def _states(file: Path) -> tuple[Mapping[str, Mapping[str, Any]], dict[str, Any]
     for name, state in states.items():
         if not all(isinstance(state[kind], torch.Tensor) for kind in STATE_KINDS if kind in state):
             raise checkpoint_error(file, f"a moment of {name} is no tensor. {_OTHER}")
-    groups = [group for group in content.get("param_groups", []) if isinstance(group, Mapping)]
-    group = max(groups, key=lambda each: float(each.get("weight_decay") or 0.0), default={})
+    groups = content.get("param_groups", [])
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        raise checkpoint_error(file, f"its param_groups are no list of groups. {_OTHER}")
+    group: Mapping[str, Any] = max(groups, key=lambda each: float(each.get("weight_decay") or 0.0), default={})
     return states, {name: group[name] for name in _SETTINGS if name in group}

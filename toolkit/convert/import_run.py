@@ -17,7 +17,15 @@ from toolkit.config.job import Job
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import Recipe
 from toolkit.convert.distributed_states import check_optimizer
-from toolkit.convert.import_weights import Imported, check_fits, find_step, model_on_meta, open_step, tensor_group
+from toolkit.convert.import_weights import (
+    Imported,
+    check_fits,
+    check_outside,
+    find_step,
+    model_on_meta,
+    open_step,
+    tensor_group,
+)
 from toolkit.convert.setups.arguments_file import read_arguments
 from toolkit.convert.trainer_states import is_trainer_state, open_trainer_state
 from toolkit.convert.training_state import MASTER, TrainingState
@@ -40,6 +48,7 @@ def import_run(source: Path, destination: Path, recipe: Recipe) -> Imported:
     Raises CheckpointError where it is no training state that is known, or not of the recipe's model and optimizer.
     """
     check_unused(destination)
+    check_outside(destination, source)
     step = find_step(source)
     is_trainer = step is None and is_trainer_state(source)
     if step is None and not is_trainer:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from toolkit.checkpoint.model_directory import NamedWeights, WrittenDirectory, check_unused, write_weights
 from toolkit.checkpoint.names import INDEX, MODEL, SINGLE, checkpoint_error, not_a_directory
-from toolkit.checkpoint.reader import CheckpointReader
-from toolkit.checkpoint.safetensors_header import TensorSpec
+from toolkit.checkpoint.reader import CheckpointReader, model_files
+from toolkit.checkpoint.safetensors_header import TensorSpec, read_header
 from toolkit.checkpoint.save_plan import MAX_FILE_BYTES, LocalShard
 from toolkit.checkpoint.tensor_source import ShardedTensorGroup
+from toolkit.checkpoint.verify import index_problems
 from toolkit.convert.deepspeed_checkpoint import find_tag, is_deepspeed, open_deepspeed
 from toolkit.convert.distributed_states import find_state, open_state
 from toolkit.convert.export_model import cast_weights, copy_small_files, read_config, write_config
@@ -49,6 +51,7 @@ def import_weights(
     `model`: the directory with config and tokenizer, if they are not beside the weights.
     """
     check_unused(destination)
+    check_outside(destination, source)
     notices: tuple[str, ...] = ()
     if source.suffix == GGUF_SUFFIX:
         title = "GGUF"
@@ -68,7 +71,7 @@ def import_weights(
             notices = tuple(_notices(state))
             weights = NamedWeights(
                 specs=tensor_group(state, MASTER).specs,
-                read=lambda name: state.buffers[name] if name in state.buffers else state.read(MASTER, name),
+                read=lambda name: state.buffers[name] if name in state.buffers else read_finite(state, MASTER, name),
             )
         config = read_config(home, follow=True)
         described = read_auto_config(home)
@@ -81,6 +84,14 @@ def import_weights(
 
     written = write_weights(destination, weights, write_small_files=write_small_files, max_shard_bytes=max_shard_bytes)
     return Imported(title=title, written=written, notices=notices)
+
+
+def check_outside(destination: Path, source: Path) -> None:
+    """Raise CheckpointError where what is written would be a part of what is read."""
+    # os.path.realpath returns where links lead in a circle, which Path.resolve raises for.
+    if source.is_dir() and Path(os.path.realpath(destination)).is_relative_to(os.path.realpath(source)):
+        problem = f"it is inside of {printable(source)}, which is only read"
+        raise checkpoint_error(destination, f"{problem}. Name a directory elsewhere.")
 
 
 def open_hugging_face(directory: Path) -> NamedWeights:
@@ -96,7 +107,25 @@ def open_hugging_face(directory: Path) -> NamedWeights:
                 "load it with transformers and call save_pretrained; then import what that wrote.",
             )
         raise checkpoint_error(directory, f"it contains neither safetensors nor a checkpoint that is known. {_SOURCES}")
+    _check_files(directory)
     return cast_weights(CheckpointReader(directory), None)
+
+
+def _check_files(directory: Path) -> None:
+    """Raise CheckpointError where a file cannot be read, or has other tensors than the index says."""
+    try:
+        names = model_files(directory)
+    except (OSError, ValueError) as error:
+        raise checkpoint_error(directory / INDEX, f"cannot be read ({reason_of(error)}). Copy it again.") from None
+    files = {}
+    for name in names:
+        try:
+            files[name] = read_header(directory / name, follow=True)
+        except (OSError, ValueError) as error:
+            raise checkpoint_error(directory / name, f"cannot be read ({reason_of(error)}). Copy it again.") from None
+    problem = None if SINGLE in files else next(index_problems(directory, files, follow=True), None)
+    if problem is not None:
+        raise checkpoint_error(directory, f"{problem}. Copy all files of the model.")
 
 
 def find_step(source: Path) -> Path | None:
@@ -162,7 +191,7 @@ def tensor_group(state: TrainingState, kind: str) -> ShardedTensorGroup:
     @lru_cache(maxsize=1)  # a large tensor is saved in several parts
     def values(index: int) -> torch.Tensor:
         name = specs[index].name
-        return (buffers[name] if name in buffers else state.read(kind, name)).reshape(-1)
+        return (buffers[name] if name in buffers else read_finite(state, kind, name)).reshape(-1)
 
     return ShardedTensorGroup(
         kind=MODEL if kind == MASTER else kind,
@@ -170,6 +199,16 @@ def tensor_group(state: TrainingState, kind: str) -> ShardedTensorGroup:
         local_shards=[LocalShard(shard=shard, start=0, length=math.prod(shard.shape)) for shard in shards],
         values=values,
     )
+
+
+def read_finite(state: TrainingState, kind: str, name: str) -> torch.Tensor:
+    """A parameter, or a state of it. Raises CheckpointError where it has NaN or infinity."""
+    value = state.read(kind, name)
+    if not value.isfinite().all():
+        described = name if kind == MASTER else f"{kind} of {name}"
+        problem = f"{described} has values that are not finite, with which nothing trains on"
+        raise checkpoint_error(state.tag, f"{problem}. Choose an earlier step.")
+    return value
 
 
 def _notices(state: TrainingState) -> Iterator[str]:

@@ -19,7 +19,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from toolkit.checkpoint.names import INDEX, MODEL, SINGLE, checkpoint_error
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.convert.deepspeed_partitions import STATE_KINDS, read_scanned
-from toolkit.convert.training_state import MASTER, TrainingState
+from toolkit.convert.training_state import MASTER, TrainingState, check_tensor, count_of, one_too_many
 from toolkit.files import printable, read_json_object, reason_of
 from toolkit.model_init.pretrained_weights import ConvertedTensor, find_origins
 from toolkit.parallel.shard import FullTensor
@@ -48,8 +48,13 @@ def open_trainer_state(place: Path, model: PreTrainedModel) -> TrainingState:
     optimizer = read_scanned(place / _OPTIMIZER)
     states = _by_name(place, optimizer, model, shapes)
     kinds = tuple(kind for kind in STATE_KINDS if states and all(kind in state for state in states.values()))
-    step = number if type(number) is int and number >= 0 else 0
-    updates = next((int(state["step"]) for state in states.values() if "step" in state), step)
+    step = count_of(number, place / _PROGRESS, "global_step")
+    counts = [
+        count_of(state["step"], place / _OPTIMIZER, f"step of {name}")
+        for name, state in states.items()
+        if "step" in state
+    ]
+    updates = counts[0] if counts else step
 
     def read(kind: str, name: str) -> torch.Tensor:
         if kind == MASTER:
@@ -92,6 +97,15 @@ def _weights(place: Path, model: PreTrainedModel, shapes: Mapping[str, tuple[int
         for name, value in converted.items():
             weights[name] = ConvertedTensor(conversion, name, tensor, torch.float32)
             stored_shapes[name] = tuple(value.shape)
+    used = {*plain.values(), *(key for conversion in conversions for key, _ in conversion.stored)}
+    extra = one_too_many(used, stored)
+    if extra is not None:
+        raise checkpoint_error(place, f"it has {printable(extra)}, and the model has not. {_OTHER_CONFIG}")
+    for key in used:
+        if not stored[key].dtype.is_floating_point:
+            dtype = str(stored[key].dtype).removeprefix("torch.")
+            problem = f"{key} has the dtype {dtype}, not one of floating-point numbers"
+            raise checkpoint_error(place, f"{problem}. Copy it again.")
     for name, shape in shapes.items():
         if name not in weights:
             raise checkpoint_error(place, f"it has no {name}. {_OTHER_CONFIG}")
@@ -99,6 +113,12 @@ def _weights(place: Path, model: PreTrainedModel, shapes: Mapping[str, tuple[int
             problem = f"{name} is {list(stored_shapes[name])} there, and {list(shape)} by its config"
             raise checkpoint_error(place, f"{problem}. {_OTHER_CONFIG}")
     return weights
+
+
+def _is_group(group: Any) -> bool:
+    """Whether it is a group of parameters, by their numbers."""
+    numbers = group.get("params") if isinstance(group, Mapping) else None
+    return isinstance(numbers, list) and all(type(number) is int for number in numbers)
 
 
 def _by_name(
@@ -109,7 +129,7 @@ def _by_name(
     names = [name for name in shapes if name in decaying] + [name for name in shapes if name not in decaying]
     is_known = isinstance(optimizer, Mapping) and isinstance(optimizer.get("state"), Mapping)
     groups = optimizer.get("param_groups") if is_known else None
-    if not isinstance(groups, list) or not groups:
+    if not isinstance(groups, list) or not groups or not all(map(_is_group, groups)):
         raise checkpoint_error(place / _OPTIMIZER, "not the state of one of PyTorch's optimizers. Copy it again.")
     numbers = [number for group in groups for number in group["params"]]
     states = [optimizer["state"].get(number) for number in numbers]
@@ -118,9 +138,9 @@ def _by_name(
         if not isinstance(state, Mapping):
             problem = problem or f"it has no state of {name}"
             continue
-        moment = next((state[kind] for kind in STATE_KINDS if kind in state), None)
-        if isinstance(moment, torch.Tensor) and tuple(moment.shape) != shapes[name]:
-            problem = problem or f"a moment is {list(moment.shape)}, where {name} is {list(shapes[name])}"
+        for kind in STATE_KINDS:
+            if kind in state and not problem:
+                check_tensor(place / _OPTIMIZER, f"{kind} of {name}", state[kind], shapes[name])
     if problem:
         advice = "Use the model that it was trained with, and the Trainer's own groups of parameters."
         raise checkpoint_error(place / _OPTIMIZER, f"{problem}. {advice}")
