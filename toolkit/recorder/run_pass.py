@@ -1,13 +1,15 @@
 """Run one forward and backward pass of a fake model, and trace it section by section."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
+from torch.utils.hooks import RemovableHandle
 from transformers import masking_utils
 from transformers.integrations import moe
 
@@ -62,8 +64,8 @@ def values_assumed() -> Iterator[None]:
     """
     is_tracing = masking_utils.is_tracing
     can_use_grouped_mm = moe._can_use_grouped_mm
-    masking_utils.is_tracing = lambda *tensors: False
-    moe._can_use_grouped_mm = lambda inputs, weight, offsets: weight.dtype == torch.bfloat16
+    masking_utils.is_tracing = _is_not_tracing
+    moe._can_use_grouped_mm = _is_in_bf16
     try:
         yield
     finally:
@@ -71,11 +73,23 @@ def values_assumed() -> Iterator[None]:
         moe._can_use_grouped_mm = can_use_grouped_mm
 
 
+def _is_not_tracing(*tensors: torch.Tensor) -> bool:
+    """Stand in for `masking_utils.is_tracing`, which takes fake tensors for tracing."""
+    return False
+
+
+def _is_in_bf16(inputs: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> bool:
+    """Stand in for `moe._can_use_grouped_mm`: whether torch's product of experts takes the weights."""
+    return weight.dtype == torch.bfloat16
+
+
 def _ids(b: int, s: int) -> torch.Tensor:
+    """Return ids, labels or positions of a micro-batch, int64 [b, s]."""
     return torch.zeros(b, s, dtype=torch.long)
 
 
 def _pass_of_model(rank_pass: RankPass, fake: FakeModel, trace: Trace, b: int, s: int) -> None:
+    """Trace the pass of a whole model over [b, s] tokens."""
     with trace:
         trace.begin("embedding")
         ids = _ids(b, s)
@@ -98,24 +112,27 @@ def _pass_of_stage(rank_pass: RankPass, fake: FakeModel, trace: Trace, b: int, s
     assert fake.stage is not None
     with trace:
         trace.begin("embedding")
-        if rank_pass.part == "first":
-            first = _ids(b, s)
-        else:
-            shards = rank_pass.layout.tp if rank_pass.layout.sequence_parallel else 1
-            dtype = torch.bfloat16 if rank_pass.precision == "bf16" else torch.float32
-            first = torch.zeros(b, s // shards, fake.hidden, dtype=dtype).requires_grad_()
-        rest = (_ids(b, s),) if rank_pass.computation.documents else ()
+        received = [_ids(b, s) if rank_pass.part == "first" else _received_hidden(rank_pass, fake.hidden, b, s)]
+        if rank_pass.computation.documents:
+            received.append(_ids(b, s))
         labels = _ids(b, s) if rank_pass.part == "last" else None
         with autocast(rank_pass):
-            output = fake.stage(tuple(tensor.clone() for tensor in (first, *rest)))
+            output = fake.stage(tuple(tensor.clone() for tensor in received))
         trace.begin("loss")
         if labels is not None:
-            backward = [fake.loss_sum(output, labels)]
+            loss = [fake.loss_sum(output, labels)]
             trace.begin("head_backward")
-            _backward(backward)
+            _backward(loss)
         else:
             trace.begin("head_backward")
             _backward([output[0]], torch.zeros_like(output[0]))
+
+
+def _received_hidden(rank_pass: RankPass, hidden: int, b: int, s: int) -> torch.Tensor:
+    """Return the hidden state [b, s / shards, h] that a stage receives; sequence parallelism has t shards."""
+    shards = rank_pass.layout.tp if rank_pass.layout.sequence_parallel else 1
+    dtype = torch.bfloat16 if rank_pass.precision == "bf16" else torch.float32
+    return torch.zeros(b, s // shards, hidden, dtype=dtype).requires_grad_()
 
 
 def _backward(output: list[torch.Tensor], gradient: torch.Tensor | None = None) -> None:
@@ -139,48 +156,70 @@ def run_backward(
     _engine_run_backward(roots, gradients, retain_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _mark_sections(fake: FakeModel, trace: Trace) -> list[Any]:
+def _mark_sections(fake: FakeModel, trace: Trace) -> list[RemovableHandle]:
     """Begin a section with every layer, forward and backward; name the part of a layer that runs."""
-    handles: list[Any] = []
-    layers = fake.layers
-    reached: list[int] = []
-
-    def enter(index: int) -> Callable[..., None]:
-        def hook(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            if index in reached:
-                return  # recomputation
-            reached.append(index)
-            hidden = hidden_argument(arguments, keywords)
-            before = fake.running[fake.running.index(index) - 1] if index != fake.running[0] else None
-            name = "embedding_backward" if before is None else f"backward {before}"
-            if hidden.requires_grad:
-                hidden.register_hook(lambda gradient: trace.begin(name))
-            trace.begin(f"forward {index}")
-
-        return hook
-
-    def leave(layer: nn.Module, arguments: Any, result: Any) -> None:
-        if trace.sections[-1].name == f"forward {fake.running[-1]}":
-            hidden = hidden_result(result)
-            if hidden.requires_grad:
-                hidden.register_hook(lambda gradient: trace.begin(f"backward {fake.running[-1]}"))
-            trace.begin("head")
-
+    handles = []
+    marks = _SectionMarks(fake.running, trace)
     for index in fake.running:
-        handles.append(layers[index].register_forward_pre_hook(enter(index), with_kwargs=True))
-        for name, child in layers[index].named_children():
+        layer = fake.layers[index]
+        handles.append(layer.register_forward_pre_hook(partial(marks.enter, index), with_kwargs=True))
+        for name, child in layer.named_children():
             handles.append(child.register_forward_pre_hook(_set_kind(trace, _kind_of(name))))
             handles.append(child.register_forward_hook(_set_kind(trace, "residual")))
-    handles.append(layers[fake.running[-1]].register_forward_hook(leave))
+    handles.append(fake.layers[fake.running[-1]].register_forward_hook(marks.leave_last))
     return handles
 
 
+class _SectionMarks:
+    """Hooks of the layers that run, which begin the sections of a trace.
+
+    A layer's backward pass ends when its input has its gradient: there the section of the layer before it begins.
+    """
+
+    def __init__(self, running: Sequence[int], trace: Trace) -> None:
+        self._running = running
+        self._trace = trace
+        self._reached: set[int] = set()
+        """Layers whose forward pass has begun: one that begins again is recomputed."""
+
+    def enter(self, index: int, layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Begin the forward section of a layer, and the section behind its backward pass when that is over."""
+        if index in self._reached:
+            return
+        self._reached.add(index)
+        self._begin_at_gradient(hidden_argument(arguments, keywords), self._section_behind(index))
+        self._trace.begin(f"forward {index}")
+
+    def leave_last(self, layer: nn.Module, arguments: Any, result: Any) -> None:
+        """Begin the head's section behind the forward pass of the last layer, and that layer's backward section."""
+        last = self._running[-1]
+        if self._trace.sections[-1].name == f"forward {last}":
+            self._begin_at_gradient(hidden_result(result), f"backward {last}")
+            self._trace.begin("head")
+
+    def _section_behind(self, index: int) -> str:
+        """Return the section that follows the backward pass of a layer."""
+        place = self._running.index(index)
+        return "embedding_backward" if place == 0 else f"backward {self._running[place - 1]}"
+
+    def _begin_at_gradient(self, hidden: torch.Tensor, section: str) -> None:
+        """Begin a section when a hidden state has its gradient."""
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self._trace.begin(section))
+
+
 def _kind_of(name: str) -> str:
+    """Return the kind of a layer's part, by the name of its module."""
     lower = name.lower()
-    return next((kind for kind, words in _KINDS if any(word in lower for word in words)), "residual")
+    for kind, words in _KINDS:
+        if any(word in lower for word in words):
+            return kind
+    return "residual"
 
 
 def _set_kind(trace: Trace, kind: str) -> Callable[..., None]:
+    """Return a hook that says which part of a layer allocates from now on."""
+
     def hook(*_: Any) -> None:
         trace.kind = kind
 
