@@ -90,7 +90,18 @@ def test_a_narrow_table_breaks_layouts_between_their_parts(capsys, monkeypatch):
     lines = dstk(capsys, *OFFLOADED, "--layout", "z3-recompute-offload-m1").splitlines()
     (first,) = (number for number, line in enumerate(lines) if line.startswith(" dp1-"))
     parts = [line.split()[0] for line in lines[first : first + 2]]
-    assert parts == ["dp1-tp1-pp1-z3-recompute-", "offload-m1"]
+    assert parts == ["dp1-tp1-pp1-z3-", "recompute-offload-m1"]
+
+
+@pytest.mark.parametrize("columns", ["80", "90", "100", "120"])
+def test_a_term_and_its_share_are_on_one_line(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    words = [*OFFLOADED, "--tokens", "1e6", "--layout"]
+    for layout in ("z3-recompute-offload-m1", "z3-recompute-m1"):
+        lines = dstk(capsys, *words, layout).splitlines()[1:]
+        assert not [line for line in lines if line.strip() == "%" or re.search(r"[a-z] \d+ *$", line)]
+        assert max(len(line) for line in lines[:4]) <= int(columns)
+        assert any(re.search(r", \d+ kg CO2 at most", line) for line in lines)
 
 
 def test_a_step_of_many_seconds_has_no_exponent(capsys):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -17,7 +18,7 @@ from toolkit.report.terminal import table_console
 from toolkit.units import format_bytes, format_count, plural, three_digits
 
 _GIB = 2**30
-_BESIDE_LAYOUT = 55
+_BESIDE_LAYOUT = 58
 """Columns that a narrow table takes beside its layouts."""
 _LEAST_LAYOUT = 16
 """Columns of layouts at least."""
@@ -44,6 +45,15 @@ def title(request: PlanRequest) -> str:
     return f"{request.name}, {gpus}, {tokens}, global batch {request.global_batch_size}"
 
 
+def _table_that_fits(plans: Sequence[Plan], console: Console) -> Table:
+    """Return the table with a column a term; where that is too wide, with the largest two terms in one cell."""
+    for term_separator in (None, ", "):
+        table = _table(plans, term_separator=term_separator, columns=console.width)
+        if console.measure(table, options=console.options.update(max_width=1000)).maximum <= console.width:
+            return table
+    return _table(plans, term_separator=",\n", columns=console.width)
+
+
 def notes(request: PlanRequest, *, is_search: bool) -> Iterator[str]:
     """Say what the request leaves out of the search, and what a recipe needs for samples beyond the named positions."""
     gpus = request.gpus
@@ -67,10 +77,7 @@ def print_plans(request: PlanRequest, plans: Sequence[Plan], costs: Sequence[Cos
     """A line a plan, and a column for each term that some plan has; where there is no room, the largest terms."""
     console = table_console()
     console.print(Text(title(request), style="bold"), soft_wrap=True)
-    table = _table(plans, is_wide=True, columns=console.width)
-    if console.measure(table, options=console.options.update(max_width=1000)).maximum > console.width:
-        table = _table(plans, is_wide=False, columns=console.width)
-    console.print(table)
+    console.print(_table_that_fits(plans, console))
     for plan, cost in zip(plans, costs, strict=True):
         if cost is not None:
             console.print(_cost_line(request, plan, cost), soft_wrap=True)
@@ -94,9 +101,14 @@ def _cost_line(request: PlanRequest, plan: Plan, cost: Cost) -> str:
     if cost.kwh is not None:
         line += f", {cost.kwh:,.0f} kWh"
         if cost.kg_co2 is not None:
-            line += f", {cost.kg_co2 / 1000:,.1f} t CO2"
+            line += f", {_mass(cost.kg_co2)} CO2"
         line += " at most"
     return line
+
+
+def _mass(kilograms: float) -> str:
+    """41.3 -> '41 kg', 41_300 -> '41.3 t'."""
+    return f"{kilograms:,.0f} kg" if kilograms < 1000 else f"{kilograms / 1000:,.1f} t"
 
 
 def _host_memory(request: PlanRequest, most: int) -> str:
@@ -115,8 +127,13 @@ def _reference_pass(plan: Plan) -> str:
     )
 
 
-def _table(plans: Sequence[Plan], *, is_wide: bool, columns: int) -> Table:
-    """A row a plan; a wide table has a column for each term that some plan has. Layouts stay whole where they can."""
+def _table(plans: Sequence[Plan], *, term_separator: str | None, columns: int) -> Table:
+    """A row a plan, with the largest two terms in a cell, or with None a column for each term that some plan has.
+
+    Layouts stay whole where they can.
+    """
+    is_wide = term_separator is None
+    separator = term_separator or ""
     terms = [name for name in TERMS if any(plan.step.terms[name] > _LEAST * plan.step.seconds for plan in plans)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     layouts = [_folded(plan.strategy, max(columns - _BESIDE_LAYOUT, _LEAST_LAYOUT)) for plan in plans]
@@ -130,7 +147,8 @@ def _table(plans: Sequence[Plan], *, is_wide: bool, columns: int) -> Table:
     for plan, layout in zip(plans, layouts, strict=True):
         step = plan.step
         total = f"{plan.memory.total / _GIB:.1f}" + ("" if plan.fits else " !")
-        split = [three_digits(step.terms[name]) for name in terms] if is_wide else [_largest_terms(plan)]
+        each = [three_digits(step.terms[name]) for name in terms]
+        split = each if is_wide else [separator.join(_largest_terms(plan))]
         part = [largest_part(plan)] if is_wide else []
         speed = [f"{step.tokens_per_second_per_gpu:,.0f}", f"{100 * step.mfu:.1f} %"]
         table.add_row(layout, total, *part, three_digits(step.seconds), *split, *speed)
@@ -147,9 +165,9 @@ def _folded(strategy: str, width: int) -> str:
     return "\n".join(lines).removesuffix("-")
 
 
-def _largest_terms(plan: Plan) -> str:
+def _largest_terms(plan: Plan) -> list[str]:
     largest = sorted(plan.step.terms.items(), key=lambda term: -term[1])[:2]
-    return ", ".join(f"{name} {100 * seconds / plan.step.seconds:.0f} %" for name, seconds in largest)
+    return [f"{name} {100 * seconds / plan.step.seconds:.0f} %" for name, seconds in largest]
 
 
 def largest_part(plan: Plan) -> str:
