@@ -136,6 +136,12 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(train: Train,
     assert (tmp_path / "run" / "model").exists()
 
 
+def test_a_finished_run_without_checkpoints_has_none_to_resume(train: Train) -> None:
+    train("run_dir=run")
+    with pytest.raises(ToolkitError, match="it holds a finished run, and no checkpoint to resume"):
+        train("run_dir=run", "--resume", "auto", train__steps=6)
+
+
 @pytest.mark.parametrize(
     ("every", "advice"),
     [(2, "set train.steps to more than 4"), (0, "start a new run with model.name_or_path=run/model")],

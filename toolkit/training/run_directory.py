@@ -156,7 +156,9 @@ class RunDirectory:
         may_replace = options.overwrite or continues_url or (options.resume == AUTO and not (path / "model").exists())
         if is_run and not may_replace and (has_lock or not (options.resume == AUTO or is_locked(path))):
             advice = "add --overwrite to replace it"
-            raise RunDirectoryError.of("run_dir", recipe.run_dir, "it already holds a run", _ANOTHER, advice)
+            is_finished = options.resume == AUTO
+            reason = "it holds a finished run, and no checkpoint to resume" if is_finished else "it already holds a run"
+            raise RunDirectoryError.of("run_dir", recipe.run_dir, reason, _ANOTHER, advice)
         if not is_run and ((path / "model").exists() or any(path.glob("step-*"))):
             reason = "it holds model or step-… folders that no run of this toolkit left, and a run would replace them"
             raise RunDirectoryError.of("run_dir", recipe.run_dir, reason, _ANOTHER)
