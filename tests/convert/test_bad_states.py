@@ -507,7 +507,7 @@ SHARDS = "model.safetensors.index.json"
 SHARD = "model-00001-of-00002.safetensors"
 
 
-def mapped(change: Callable[[dict[str, str]], Any]) -> Damage:
+def mapped(change: Callable[[dict[str, Any]], Any]) -> Damage:
     """An index that names other files."""
 
     def damage(folder: Path) -> None:

@@ -436,6 +436,8 @@ def test_another_seed_of_megatron_is_said(make_recipe: Callable[..., Recipe], th
     [
         (("--format", "dcp", "--dtype", "bf16"), "--dtype with --format dcp"),
         (("--format", "dcp", "--pad-vocabulary", "8"), "only Megatron-Core pads it"),
+        (("--format", "dcp", "--transformer-impl", "local"), "--transformer-impl with --format dcp: it is of Megatron"),
+        (("--expert-parallel",), "--expert-parallel with --format hf: it is of Megatron-Core. Omit it."),
         (("--format", "megatron"), "its names in Megatron-Core are not known here"),
     ],
 )
