@@ -8,7 +8,8 @@ from training_setups import memory_request, rank_pass
 from toolkit.config.layout import Layout
 from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.model_facts import ModelFacts
-from toolkit.estimate.recorded.recording import Activations, config_text
+from toolkit.estimate.recorded.activations import Activations
+from toolkit.estimate.recorded.recording import config_text
 from toolkit.estimate.recorded.recordings import activations
 from toolkit.estimate.states import TorchStates
 from toolkit.models.support import all_families

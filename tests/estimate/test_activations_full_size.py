@@ -13,7 +13,8 @@ from training_setups import rank_pass
 from transformers import AutoModelForCausalLM, PreTrainedModel, masking_utils
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from toolkit.estimate.recorded.recording import Activations, config_text
+from toolkit.estimate.recorded.activations import Activations
+from toolkit.estimate.recorded.recording import config_text
 from toolkit.estimate.recorded.recordings import activations
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.loss import token_loss_sum

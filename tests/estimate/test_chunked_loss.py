@@ -3,7 +3,8 @@
 import pytest
 from training_setups import changed, rank_pass
 
-from toolkit.estimate.recorded.recording import Activations, RankPass, config_text
+from toolkit.estimate.recorded.activations import Activations
+from toolkit.estimate.recorded.recording import RankPass, config_text
 from toolkit.estimate.recorded.recordings import activations
 from toolkit.parallel.tiny_model import tiny_config
 

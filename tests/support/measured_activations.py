@@ -11,7 +11,8 @@ from allocations import DeviceBytes, LiveBytes
 from training_setups import rank_pass
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from toolkit.estimate.recorded.recording import Activations, RankPass, config_text
+from toolkit.estimate.recorded.activations import Activations
+from toolkit.estimate.recorded.recording import RankPass, config_text
 from toolkit.estimate.recorded.recordings import activations
 from toolkit.estimate.recorded.tiled_mlp import narrow, tile_bytes
 from toolkit.model_init.offload_activations import offload_activations

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from toolkit.estimate.recorded.recording import Activations
+from toolkit.estimate.recorded.activations import Activations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from toolkit.estimate.rank_breakdown import RankPeak, pipeline_buffers, rank_bre
 from toolkit.estimate.rank_parameters import RankParameters
 from toolkit.estimate.rank_pass import stage_pass
 from toolkit.estimate.rank_states import RankStates, rank_states
-from toolkit.estimate.recorded.recording import Activations
+from toolkit.estimate.recorded.activations import Activations
 from toolkit.estimate.recorded.recordings import activations
 from toolkit.estimate.schedule_memory import SchedulePeak, StageBytes, schedule_peak
 from toolkit.estimate.stage_bounds import stages_of_rank

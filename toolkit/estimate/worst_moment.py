@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from toolkit.estimate.rank_parameters import RankParameters
 from toolkit.estimate.rank_states import RankStates
-from toolkit.estimate.recorded.recording import Activations, Moment
+from toolkit.estimate.recorded.activations import Activations, Moment
 from toolkit.estimate.training_setup import TrainingSetup
 
 _CAST_BYTES = 2

@@ -8,14 +8,14 @@ Dims: b samples, s positions of a rank's micro-batch.
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, zip_longest
-from typing import Any, Literal, NamedTuple, Self
+from itertools import accumulate
+from typing import Any, Literal, Self
 
 from toolkit.config.layout import Layout, Recompute
 from toolkit.estimate.computation import Computation
+from toolkit.estimate.recorded.activations import Activations, SectionBytes
 from toolkit.models.chunked_head import Chunks
 
 Precision = Literal["fp32", "bf16", "autocast"]
@@ -135,10 +135,14 @@ class PassSection:
         """Make a section of sizes in order: positive where bytes are allocated, negative where they are freed."""
         levels = list(accumulate(events, _add, initial=ZERO))
         moments = dict.fromkeys(levels)
-        peaks = (
-            moment for moment in moments if not any(moment != other and _exceeds(other, moment) for other in moments)
-        )
-        return cls(delta=levels[-1], peaks=tuple(peaks))
+        peaks = tuple(moment for moment in moments if not _is_exceeded(moment, moments))
+        return cls(delta=levels[-1], peaks=peaks)
+
+    @classmethod
+    def decoded(cls, numbers: Sequence[int], table: Sequence[Polynomial]) -> Self:
+        """Read a section of a JSON recording, whose polynomials are numbered in `table`."""
+        delta, *peaks = (table[number] for number in numbers)
+        return cls(delta=delta, peaks=tuple(peaks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +161,16 @@ class Events:
     ends: tuple[int, int]
     """The kinds of the first and the last layer."""
     sections: Mapping[str, tuple[int | str, ...]]
+
+    @classmethod
+    def decoded(cls, content: Mapping[str, Any]) -> Self:
+        """Read the events of a JSON recording."""
+        return cls(
+            sizes=tuple(tuple(size) for size in content["sizes"]),
+            casts=tuple(content["casts"]),
+            ends=tuple(content["ends"]),
+            sections={name: tuple(events) for name, events in content["sections"].items()},
+        )
 
     def joined(self, other: "Events", *, kinds: int, other_has_last: bool) -> "Events":
         """Return these events with those of the `other` recording's layers, of which one is the first layer.
@@ -215,27 +229,23 @@ class Recording:
     and the backward pass of the last layer."""
     events: Events = field(repr=False)
 
-    def at(self, b: int, s: int) -> "Activations":
+    def at(self, b: int, s: int) -> Activations:
         """The recording for micro-batches of b samples of s positions."""
-        monomials = monomial_values(b, s)
-
-        def bytes_of(polynomial: Polynomial) -> int:
-            return value_of(polynomial, monomials) // self.unit
-
-        def section_bytes(section: PassSection) -> SectionBytes:
-            return SectionBytes(delta=bytes_of(section.delta), peak=max(map(bytes_of, section.peaks)))
-
+        size = _MicroBatchSize(monomials=monomial_values(b, s), unit=self.unit)
         return Activations(
             pattern=self.pattern,
-            embedding=section_bytes(self.embedding),
-            forward=tuple(map(section_bytes, self.forward)),
-            backward=tuple(map(section_bytes, self.backward)),
-            head=section_bytes(self.head),
-            loss=section_bytes(self.loss),
-            head_backward=section_bytes(self.head_backward),
-            embedding_backward=section_bytes(self.embedding_backward),
-            kinds=tuple({part: bytes_of(size) for part, size in sizes.items()} for sizes in self.kinds),
-            end_layers=tuple(map(bytes_of, self.end_layers)),
+            embedding=size.section_bytes(self.embedding),
+            forward=tuple(size.section_bytes(section) for section in self.forward),
+            backward=tuple(size.section_bytes(section) for section in self.backward),
+            head=size.section_bytes(self.head),
+            loss=size.section_bytes(self.loss),
+            head_backward=size.section_bytes(self.head_backward),
+            embedding_backward=size.section_bytes(self.embedding_backward),
+            kinds=tuple(
+                {part: size.bytes_of(polynomial) for part, polynomial in polynomials.items()}
+                for polynomials in self.kinds
+            ),
+            end_layers=tuple(size.bytes_of(polynomial) for polynomial in self.end_layers),
         )
 
     def mixed(self, other: "Self", period: int) -> Self:
@@ -260,24 +270,17 @@ class Recording:
 
     def encoded(self) -> dict[str, Any]:
         """Return the recording as JSON has it."""
-        table: dict[Polynomial, int] = {}
-
-        def number(polynomial: Polynomial) -> int:
-            return table.setdefault(polynomial, len(table))
-
-        def listed(section: PassSection) -> list[int]:
-            return [number(section.delta), *map(number, section.peaks)]
-
+        table = _PolynomialTable()
         return {
             "positions": self.positions,
             "unit": self.unit,
-            "pattern": "".join(map(chr, (ord("0") + kind for kind in self.pattern))),
-            **{name: listed(getattr(self, name)) for name in _ONCE},
-            "forward": [listed(section) for section in self.forward],
-            "backward": [listed(section) for section in self.backward],
-            "kinds": [{kind: number(size) for kind, size in sizes.items()} for sizes in self.kinds],
-            "end_layers": [number(size) for size in self.end_layers],
-            "sizes": [list(polynomial) for polynomial in table],
+            "pattern": "".join(chr(ord("0") + kind) for kind in self.pattern),
+            **{name: table.numbers_of(getattr(self, name)) for name in _ONCE},
+            "forward": [table.numbers_of(section) for section in self.forward],
+            "backward": [table.numbers_of(section) for section in self.backward],
+            "kinds": [{part: table.number(size) for part, size in sizes.items()} for sizes in self.kinds],
+            "end_layers": [table.number(size) for size in self.end_layers],
+            "sizes": table.polynomials,
             "events": vars(self.events),
         }
 
@@ -285,237 +288,64 @@ class Recording:
     def decoded(cls, content: Mapping[str, Any]) -> Self:
         """Read what `encoded` returns."""
         table = [tuple(size) for size in content["sizes"]]
-
-        def section(numbers: Sequence[int]) -> PassSection:
-            delta, *peaks = (table[number] for number in numbers)
-            return PassSection(delta=delta, peaks=tuple(peaks))
-
-        first, last, back = (table[number] for number in content["end_layers"])
+        first, last, last_backward = (table[number] for number in content["end_layers"])
         least, most = content["positions"]
-        events = content["events"]
         return cls(
             positions=(least, most),
             unit=content["unit"],
             pattern=tuple(ord(kind) - ord("0") for kind in content["pattern"]),
-            **{name: section(content[name]) for name in _ONCE},
-            forward=tuple(map(section, content["forward"])),
-            backward=tuple(map(section, content["backward"])),
-            kinds=tuple({kind: table[number] for kind, number in numbers.items()} for numbers in content["kinds"]),
-            end_layers=(first, last, back),
-            events=Events(
-                sizes=tuple(map(tuple, events["sizes"])),
-                casts=tuple(events["casts"]),
-                ends=tuple(events["ends"]),
-                sections={name: tuple(section) for name, section in events["sections"].items()},
-            ),
+            **{name: PassSection.decoded(content[name], table) for name in _ONCE},
+            forward=tuple(PassSection.decoded(numbers, table) for numbers in content["forward"]),
+            backward=tuple(PassSection.decoded(numbers, table) for numbers in content["backward"]),
+            kinds=tuple({part: table[number] for part, number in numbers.items()} for numbers in content["kinds"]),
+            end_layers=(first, last, last_backward),
+            events=Events.decoded(content["events"]),
         )
 
 
 _ONCE = ("embedding", "head", "loss", "head_backward", "embedding_backward")
+"""Fields of a Recording with a section that a pass has once."""
+
+
+class _PolynomialTable:
+    """The different polynomials of a recording in the order in which they are numbered."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Polynomial, int] = {}
+
+    def number(self, polynomial: Polynomial) -> int:
+        """Return the number of a polynomial, a new one for a new polynomial."""
+        return self._numbers.setdefault(polynomial, len(self._numbers))
+
+    def numbers_of(self, section: PassSection) -> list[int]:
+        """Return the numbers of a section: of what is live at its end, and at its worst moments."""
+        return [self.number(section.delta), *(self.number(peak) for peak in section.peaks)]
+
+    @property
+    def polynomials(self) -> list[list[int]]:
+        """The coefficients of each."""
+        return [list(polynomial) for polynomial in self._numbers]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SectionBytes:
-    """A section in bytes, beyond what is live when it begins: at its end, and at its worst moment."""
+class _MicroBatchSize:
+    """A size of micro-batches at which polynomials are evaluated."""
 
-    delta: int
-    peak: int
+    monomials: tuple[int, ...]
+    """Values of 1, b, s, bs, s^2, bs^2."""
+    unit: int
+    """As of Recording."""
 
+    def bytes_of(self, polynomial: Polynomial) -> int:
+        """Return the bytes that a polynomial stands for."""
+        return value_of(polynomial, self.monomials) // self.unit
 
-class Moment(NamedTuple):
-    """What is live at one moment of a micro-batch's pass, in bytes."""
-
-    activations: int
-    gradients: int = 0
-    """Gradients of weights that this pass has allocated so far."""
-
-    @property
-    def total(self) -> int:
-        """All bytes that are live."""
-        return self.activations + self.gradients
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Activations:
-    """Bytes of one micro-batch on one rank. Fields as of Recording."""
-
-    _kept: dict[range, tuple[dict[str, int], int]] = field(default_factory=dict, init=False, repr=False)
-
-    pattern: tuple[int, ...]
-    embedding: SectionBytes
-    forward: tuple[SectionBytes, ...]
-    backward: tuple[SectionBytes, ...]
-    head: SectionBytes
-    loss: SectionBytes
-    head_backward: SectionBytes
-    embedding_backward: SectionBytes
-    kinds: tuple[Mapping[str, int], ...] = field(repr=False)
-    end_layers: tuple[int, ...]
-
-    @property
-    def _first_forward_beyond(self) -> int:
-        """Bytes that the forward pass of the first layer leaves beyond that of an inner one."""
-        return self.end_layers[0]
-
-    @property
-    def _last_forward_beyond(self) -> int:
-        """Bytes that the forward pass of the last layer leaves beyond that of an inner one."""
-        return self.end_layers[1]
-
-    @property
-    def _last_backward_beyond(self) -> int:
-        """Bytes that the backward pass of the last layer leaves beyond that of an inner one."""
-        return self.end_layers[2]
-
-    def kept(self, layers: range) -> int:
-        """Bytes that are live when the forward pass ends: what its backward pass needs, and what is returned."""
-        return self.trunk(layers) + self.head.delta + self.loss.delta
-
-    def layer_kinds(self, layers: range) -> Mapping[str, int]:
-        """Bytes that these layers keep, by part."""
-        return self._of_layers(layers)[0]
-
-    def forward_peak(self, layers: range, *, casts: Sequence[int], offloaded: bool = False) -> int:
-        """Return the most that is live before the loss, with autocast's copies of each layer's weights, in bytes."""
-        live = self._forward_moments(layers)
-        copies = [0, *accumulate(casts, initial=0)]
-        if not offloaded:
-            return max(size + copied for size, copied in zip(live, copies, strict=True))
-        on_host = self.offloaded(layers)[: len(copies)]
-        return max(size + copied - away for size, copied, away in zip(live, copies, on_host, strict=True))
-
-    def worst_moment(
-        self,
-        layers: range,
-        *,
-        in_flight: int = 1,
-        gradients_kept: Sequence[int] = (),
-        casts_to_come: Sequence[int] = (),
-        offloaded: bool = False,
-        in_layer: int = 0,
-    ) -> Moment:
-        """Return the moment at which most is live on a stage with these layers.
-
-        `in_flight`: micro-batches whose activations are kept. `gradients_kept`: bytes of each layer's gradients, if
-        this backward pass allocates them; each finished layer adds its own. `casts_to_come`: bytes of autocast's copies
-        of weights that are counted beside this and not made yet, at each moment before the head. `offloaded`: what
-        layers keep goes to the host. `in_layer`: bytes in the backward pass of a layer, which the recording lacks.
-        """
-        moments = [
-            Moment(activations=live - to_come)
-            for live, to_come in zip_longest(self._forward_moments(layers), casts_to_come, fillvalue=0)
-        ]
-        moments.append(Moment(activations=self._at_loss(layers)))
-        moments += self._backward_moments(layers, gradients_kept=gradients_kept or [0] * len(layers), in_layer=in_layer)
-        others = (in_flight - 1) * self.kept(layers)
-        if offloaded:
-            on_host = self.offloaded(layers)
-            moments = [
-                Moment(activations=moment.activations - away, gradients=moment.gradients)
-                for moment, away in zip(moments, on_host, strict=True)
-            ]
-            others -= (in_flight - 1) * max(on_host)
-        worst = max(moments, key=lambda moment: moment.total)
-        return Moment(activations=worst.activations + others, gradients=worst.gradients)
-
-    def _at_loss(self, layers: range) -> int:
-        """Return the most that is live while the loss is computed."""
-        return self.trunk(layers) + self.head.delta + self.loss.peak
-
-    def _backward_moments(self, layers: range, *, gradients_kept: Sequence[int], in_layer: int) -> Iterator[Moment]:
-        """Yield the worst moment of the backward pass of the head, of each layer from the last one, and of what is
-        before them. The arguments are as of `worst_moment`.
-        """
-        live = self.kept(layers)
-        yield Moment(activations=live + self.head_backward.peak)
-        live += self.head_backward.delta
-        gradients = 0
-        is_last = True
-        for kind, layer_gradients in zip(reversed(self._kinds(layers)), reversed(gradients_kept), strict=True):
-            section = self.backward[kind]
-            yield Moment(activations=live + section.peak + in_layer, gradients=gradients)
-            live += section.delta
-            if is_last:
-                live += self._last_backward_beyond
-            is_last = False
-            gradients += layer_gradients
-        yield Moment(activations=live + self.embedding_backward.peak, gradients=gradients)
-
-    def offloaded(self, layers: range) -> list[int]:
-        """Bytes on the host at each moment: while a layer runs, what was kept by those before the one before it."""
-        count = len(layers)
-        sums = [0, *accumulate(self.forward[kind].delta for kind in self._kinds(layers))]
-        running = [sums[max(0, layer - 1)] for layer in range(count)]
-        return [0, *running, *[sums[max(0, count - 1)]] * 3, *reversed(running), 0]
-
-    def peak_with_loss(self, layers: range) -> int:
-        """Return the most that is live in the forward pass of a micro-batch, with its loss."""
-        return max(*self._forward_moments(layers), self._at_loss(layers))
-
-    def without_gradients(self, layers: range) -> int:
-        """The most that is live behind the embedding in a forward pass that keeps nothing, the head aside.
-
-        Of a recording in which every layer is recomputed, whose forward pass keeps nothing either.
-        """
-        peaks = [self.forward[kind].peak for kind in set(self._kinds(layers))]
-        return max(self.embedding.peak, self.embedding.delta + max(peaks, default=0))
-
-    def backward_peak(self, layers: range, *, in_layer: int = 0) -> int:
-        """Return the most that is live in the backward pass of a micro-batch, without sums of gradients of weights.
-
-        `in_layer`: bytes in the backward pass of a layer, which the recording lacks.
-        """
-        moments = self._backward_moments(layers, gradients_kept=[0] * len(layers), in_layer=in_layer)
-        return max(moment.activations for moment in moments)
-
-    def left(self, layers: range) -> int:
-        """Bytes that are live behind the backward pass, of which a split one leaves more than a whole one.
-
-        Only the difference counts: a loss in chunks (`in_chunks`) does not change what is freed behind it.
-        """
-        level = self.kept(layers) + self.head_backward.delta + self.embedding_backward.delta
-        level += sum(self.backward[kind].delta for kind in self._kinds(layers))
-        return level + (self._last_backward_beyond if layers else 0)
-
-    def at_head(self, layers: range) -> int:
-        """The most that is live from the head's forward pass to the end of its backward pass."""
-        level = self.trunk(layers)
-        loss = level + self.head.delta
-        return max(level + self.head.peak, loss + self.loss.peak, loss + self.loss.delta + self.head_backward.peak)
-
-    def _kinds(self, layers: range) -> list[int]:
-        return [self.pattern[index] for index in layers]
-
-    def trunk(self, layers: range) -> int:
-        """Bytes that are live behind the layers, of one micro-batch."""
-        return self.embedding.delta + self._of_layers(layers)[1]
-
-    def _of_layers(self, layers: range) -> tuple[dict[str, int], int]:
-        """Return the bytes that layers keep, by part, and those that their forward pass adds to what is live."""
-        if layers not in self._kept:
-            counts = Counter(self._kinds(layers))
-            parts = dict.fromkeys(part for kind in counts for part in self.kinds[kind])
-            by_part = {part: sum(self.kinds[kind].get(part, 0) * n for kind, n in counts.items()) for part in parts}
-            live = sum(self.forward[kind].delta * n for kind, n in counts.items())
-            if layers:
-                live += self._first_forward_beyond + self._last_forward_beyond
-            self._kept[layers] = by_part, live
-        return self._kept[layers]
-
-    def _forward_moments(self, layers: range) -> list[int]:
-        """Return the most that is live before the layers, in each of them, and in the head, in bytes."""
-        moments = [self.embedding.peak]
-        live = self.embedding.delta
-        is_first = True
-        for kind in self._kinds(layers):
-            section = self.forward[kind]
-            moments.append(live + section.peak)
-            live += section.delta
-            if is_first:
-                live += self._first_forward_beyond
-            is_first = False
-        moments.append(self.trunk(layers) + self.head.peak)
-        return moments
+    def section_bytes(self, section: PassSection) -> SectionBytes:
+        """Return the bytes of a section."""
+        return SectionBytes(
+            delta=self.bytes_of(section.delta),
+            peak=max(self.bytes_of(peak) for peak in section.peaks),
+        )
 
 
 def monomial_values(b: int, s: int) -> tuple[int, ...]:
@@ -535,6 +365,11 @@ def total(sizes: Iterable[Polynomial]) -> Polynomial:
 
 def _add(a: Polynomial, b: Polynomial) -> Polynomial:
     return tuple(map(int.__add__, a, b))
+
+
+def _is_exceeded(polynomial: Polynomial, others: Iterable[Polynomial]) -> bool:
+    """Whether another polynomial is at least this one for all b and s."""
+    return any(other != polynomial and _exceeds(other, polynomial) for other in others)
 
 
 def _exceeds(a: Polynomial, b: Polynomial) -> bool:

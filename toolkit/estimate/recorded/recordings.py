@@ -18,8 +18,9 @@ from typing import Any
 from toolkit.config.layout import RECOMPUTE_PERIODS
 from toolkit.errors import ModelError
 from toolkit.estimate.parameters import ModelParameters
+from toolkit.estimate.recorded.activations import Activations
 from toolkit.estimate.recorded.chunked_head import in_chunks
-from toolkit.estimate.recorded.recording import Activations, RankPass, Recording, model_key
+from toolkit.estimate.recorded.recording import RankPass, Recording, model_key
 from toolkit.files import cache_folder
 
 SHIPPED = Path(__file__).with_name("recordings.zip")
