@@ -111,16 +111,18 @@ class ContextMathematics:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextCell:
-    """One way to train the same steps. `is_tiled`: MLPs in tiles, and activations on the host."""
+    """One way to train the same steps."""
 
     strategy: str
     family: str = "llama"
     data: Data = "packed"
-    exchange: CpExchange = "auto"
+    exchange: CpExchange = "gather"
+    """How its ranks get keys and values of others, with context parallelism."""
     steps: int = 4
     optimizer: OptimizerName = "sgd"
     precision: Precision = "fp32"
     is_tiled: bool = False
+    """MLPs in tiles, and activations on the host."""
 
     def __str__(self) -> str:
         name = f"{self.strategy}-{self.exchange}:{self.family}-{self.data}-{self.optimizer}-{self.steps}"
@@ -154,7 +156,9 @@ class ContextCell:
     def recipe(self, text: Text, *, steps: int) -> Recipe:
         """Return the recipe of the cell."""
         plain = self.mathematics.recipe(text, steps=steps).changed({"train": {"engine": "deepspeed"}})
-        changes: dict[str, dict[str, Any]] = {"parallel": {"cp_exchange": self.exchange}}
+        changes: dict[str, dict[str, Any]] = {
+            "parallel": {"cp_exchange": self.exchange if self.where.cp > 1 else "auto"}
+        }
         if self.is_tiled:
             changes["parallel"] |= {"tiled_mlp": True, "offload_activations": True}
         if self.where.cp == 1:

@@ -10,23 +10,22 @@ from context_cells import DATA, FAMILIES, STRATEGIES, ContextCell, context_cells
 from toolkit.config.strategy import Strategy
 
 DAILY = [
+    ContextCell(strategy="cp2-tp2-z3-sp", family="gemma3_text", data="documents"),
+    ContextCell(strategy="cp2-pp2-z1", family="qwen3", data="documents", exchange="ring"),
+    ContextCell(strategy="cp2-z3-offload-recompute", data="documents", is_tiled=True),
+]
+MORE = [
     ContextCell(strategy="cp4-z2", family="mistral", data="documents", exchange="ring"),
     ContextCell(strategy="cp2-tp2-z1", family="gpt_oss", exchange="ring", optimizer="adamw"),
-    ContextCell(strategy="cp2-tp2-z3-sp", family="gemma3_text", data="documents", exchange="gather"),
-    ContextCell(strategy="cp2-pp2-z1", family="qwen3", data="documents", exchange="ring"),
-    ContextCell(strategy="cp2-ep2-z1", family="qwen3_moe", data="documents", exchange="gather"),
-    ContextCell(strategy="cp2-z3-offload-recompute", data="documents", exchange="gather", is_tiled=True),
+    ContextCell(strategy="cp2-ep2-z1", family="qwen3_moe", data="documents"),
     ContextCell(strategy="u2-cp2-z1", family="gpt_oss", exchange="ring"),
-    ContextCell(strategy="u2-cp1-pp2-z1", family="llama", data="documents", exchange="gather"),
+    ContextCell(strategy="u2-cp1-pp2-z1", family="llama", data="documents"),
     ContextCell(strategy="dp2-tp2-z2", family="gemma3_text", data="documents"),
     ContextCell(strategy="pp2-z1", family="qwen3_moe", data="padded chats"),
-]
-"""Those without cp have the toolkit's attention all the same, in whole sequences."""
-MORE = [
-    ContextCell(strategy="cp2-z0", exchange="gather"),
-    ContextCell(strategy="cp2-z1", family="gpt2", data="padded chats", exchange="gather", optimizer="adamw"),
-    ContextCell(strategy="dp2-cp2-z3-recompute", family="gemma2", data="documents", exchange="gather"),
-    ContextCell(strategy="cp2-pp2-z0-recompute", family="olmo2", data="padded chats", exchange="gather"),
+    ContextCell(strategy="cp2-z0"),
+    ContextCell(strategy="cp2-z1", family="gpt2", data="padded chats", optimizer="adamw"),
+    ContextCell(strategy="dp2-cp2-z3-recompute", family="gemma2", data="documents"),
+    ContextCell(strategy="cp2-pp2-z0-recompute", family="olmo2", data="padded chats"),
 ]
 
 
