@@ -123,6 +123,10 @@ def test_a_removed_optimizer_is_an_error_with_the_reason(capsys: Output, name: s
         ((*FLAGS, "--host", "a", "--host", "b"), "2 host names for 1 nodes"),
         ((*FLAGS, "--world-size", "4", "--nodes", "1", "--gpus-per-node", "8"), "Omit one of them"),
         ((*FLAGS, "--gpu", "H1000"), "not in the catalogue"),
+        (
+            ("--model", "gpt2-xl", "--layout", "dp8-tp3-z1", *FLAGS[4:]),
+            "tp=3: 25 attention heads cannot be shared equally by 3 ranks. Set tp to 1, 5 or 25.",
+        ),
         (("--model", "gpt9", *FLAGS[2:]), "it is neither a known shape nor a directory"),
         (("--model", "some-org/llama3-70b", *FLAGS[2:]), "Did you mean llama-3-70b?"),
         ((*FLAGS, "--layout", "dp8-z3", "--offload-optimizer", "nvme"), "nothing says where the drive is mounted"),

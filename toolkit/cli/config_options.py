@@ -15,13 +15,14 @@ from toolkit.cli.plan.auto_recipe import explicit
 from toolkit.config import load_rounded
 from toolkit.config.field_errors import explain
 from toolkit.config.layout import Layout, Recompute
+from toolkit.config.layout_fit import check_layout_fit
 from toolkit.config.recipe import OptimizerName, Precision, Recipe, ScheduleName
 from toolkit.config.strategy import parse_layout, strategy_text
 from toolkit.dsconfig import options as extras
 from toolkit.dsconfig.buckets import Buckets, derive, link_of
 from toolkit.dsconfig.build import ConfigJob, shape_of
 from toolkit.dsconfig.options import PLAIN, REMOVED_OPTIMIZERS, ConfigOptions, check, removed_optimizer
-from toolkit.errors import ConfigError, LayoutError, RecipeError, spell_setting
+from toolkit.errors import ConfigError, LayoutError, ModelError, RecipeError, spell_setting
 from toolkit.hardware import gpu
 
 Flags = dict[str, Any]
@@ -157,6 +158,8 @@ def query_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> Co
         loaded = explicit(loaded, world_size, "cpu" if flags["device"] == "cpu" else flags["gpu"])
         chosen["layout"] = strategy_text(loaded.layout(world_size or 1), loaded.batch.micro_batch_size or 1)
     job = _job(loaded, flags, world_size)
+    if recipe is None:
+        _check_shape(loaded, job.layout)  # as loading a recipe does
     try:
         check(job.options, loaded, job.layout, nodes=job.nodes)
     except ConfigError as error:
@@ -187,6 +190,15 @@ def _job(recipe: Recipe, flags: Flags, world_size: int | None) -> ConfigJob:
         device=flags["device"],
         options=_options(flags, recipe, layout, gpus_per_node=per_node or ranks // (nodes or 1)),
     )
+
+
+def _check_shape(recipe: Recipe, layout: Layout) -> None:
+    """Raise LayoutError where the model, if it is known here, cannot be split as the layout says."""
+    try:
+        shape = shape_of(recipe.model.name_or_path, recipe.model.overrides)
+    except ModelError:
+        return  # the config needs its width at most, and says so itself
+    check_layout_fit(shape, layout)
 
 
 def _spell_option(field: str, value: Any) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from toolkit.config.layout_fit import check_layout_fit
 from toolkit.config.stage_balance import GPU_FLOPS_PER_BYTE
-from toolkit.errors import LayoutError
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.framework_profile import FrameworkProfile
@@ -23,7 +23,6 @@ from toolkit.estimate.stage_breakdown import stage_breakdown
 from toolkit.estimate.teacher_pass import teacher_pass_bytes
 from toolkit.estimate.training_setup import TrainingSetup
 from toolkit.hardware import Gpu
-from toolkit.models.support import misfits
 
 Framework = Engine | FrameworkProfile
 """What keeps model states, and in which precision it computes: an engine of Hugging Face's layers, or a profile."""
@@ -111,17 +110,7 @@ class MemoryRequest:
         """Return the decoder layers of each stage. Raises LayoutError where the model cannot be split so."""
         setup = self.setup
         layout = setup.layout
-        for misfit in misfits(
-            setup.model.shape,
-            tp=layout.tp,
-            pp=layout.pp,
-            chunks=layout.chunks,
-            ulysses=layout.ulysses,
-            ep=layout.ep,
-            inner=layout.experts == "inner",
-        ):
-            remedy = (misfit.axis, misfit.allowed)
-            raise LayoutError.of(misfit.axis, getattr(layout, misfit.axis), misfit.reason, remedy)
+        check_layout_fit(setup.model.shape, layout)
         if isinstance(self.framework, FrameworkProfile):
             layout.refuse_schedule("another framework's schedule is part of its profile")
             return stage_layers(self.framework, setup.model, layout.pp)
