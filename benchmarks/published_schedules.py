@@ -21,9 +21,9 @@ from toolkit.config.layout import Batch, Layout
 from toolkit.hardware import gpu
 from toolkit.models.shape import find_config
 from toolkit.planner.cluster import Cluster
+from toolkit.planner.layout_candidates import scheduled
 from toolkit.planner.request import Plan, PlanRequest
 from toolkit.planner.schedule_choice import fastest_schedule
-from toolkit.planner.search import scheduled
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from toolkit.planner.cluster import Cluster
 from toolkit.planner.collectives import LINK_SHARE
 from toolkit.planner.context_time import DOCUMENT_IMBALANCE
 from toolkit.planner.layer_time import TILE, attention_seconds
+from toolkit.planner.layout_candidates import layouts
 from toolkit.planner.request import PlanRequest
-from toolkit.planner.search import layouts
 from toolkit.planner.step_request import StepRequest
 from toolkit.planner.step_time import predict_step
 

@@ -15,10 +15,10 @@ from toolkit.models.shape import find_config
 from toolkit.planner.auto.plan_recipe import planned
 from toolkit.planner.bubble import waiting_seconds
 from toolkit.planner.cluster import Cluster
+from toolkit.planner.layout_candidates import layouts
 from toolkit.planner.request import PlanRequest
 from toolkit.planner.run_memory import recipe_of
 from toolkit.planner.schedule_choice import compared, fastest_schedule, schedule_plans
-from toolkit.planner.search import layouts
 
 CLUSTER = Cluster.of(gpu("H100-80"))
 

@@ -19,9 +19,10 @@ from toolkit.planner.auto.ranks import cluster_named
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.costs import cost_of
 from toolkit.planner.execution import Execution
+from toolkit.planner.layout_candidates import layouts
 from toolkit.planner.request import Plan, PlanRequest, predict
 from toolkit.planner.run_memory import recipe_of
-from toolkit.planner.search import Goal, candidates, evaluated, layouts, least_bytes, nearest_that_fits, search
+from toolkit.planner.search import Goal, candidates, evaluated, least_bytes, nearest_that_fits, search
 from toolkit.planner.step_time import predict_step
 
 

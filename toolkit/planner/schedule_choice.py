@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from toolkit.planner.layout_candidates import scheduled
 from toolkit.planner.request import Plan, PlanRequest
-from toolkit.planner.search import scheduled
 from toolkit.units import format_bytes
 
 _SCHEDULE_FIELDS = ("schedule", "chunks", "max_pending_weights")

@@ -6,26 +6,21 @@ gradients take more), 2 with ZeRO-2, none with ZeRO-3.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from toolkit.config.layout import Batch, Layout, OffloadDevice, Recompute
-from toolkit.config.pipeline_schedules import SPLITTING, Kind
+from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import OptimizerName
-from toolkit.errors import BatchError, LayoutError, ModelError, ToolkitError
-from toolkit.models.support import expert_parallel_sizes, misfits, tensor_parallel_sizes
+from toolkit.errors import ModelError, ToolkitError
 from toolkit.models.weights import routed_parameters
+from toolkit.planner.layout_candidates import batches, layouts
+from toolkit.planner.no_layout import no_layout
 from toolkit.planner.request import Plan, PlanRequest
 from toolkit.planner.step_time import StepTime
-from toolkit.units import divisors
 
 Goal = Literal["speed", "cost", "memory"]
 
-LARGEST_MICRO_BATCH = 64
-"""Samples of a micro-batch that are tried, at most."""
-LEAST_POSITIONS = 4096
-"""Positions of a sequence that a context-parallel rank has at least in the layouts that are tried."""
 LEAST_MOMENTS: Mapping[OptimizerName, float] = {
     "adamw": 8.0,
     "adam": 8.0,
@@ -40,18 +35,10 @@ _MASTER = 4.0
 """Bytes a parameter of the fp32 copy of weights that ZeRO updates. Without ZeRO the weights may be in fp32."""
 _WHOLE_STATES: Mapping[int, float] = {0: 8.0, 1: 4.0, 2: 2.0, 3: 0.0}
 """Bytes a parameter of weights and gradients that each rank of a ZeRO stage keeps whole, at least."""
+_MOST_DOUBLINGS = 5
+"""How often GPUs are doubled, or the sequence is halved, to find a request with a layout that fits."""
 _FEWEST_ESTIMATES = 400
 """Layouts whose memory is estimated, at least, where the ones that need least are asked for."""
-
-
-class _Offload(NamedTuple):
-    """Devices that keep the optimizer states and the parameters."""
-
-    optimizer: OffloadDevice
-    params: OffloadDevice
-
-
-_OFFLOADS = (_Offload("none", "none"), _Offload("cpu", "none"), _Offload("cpu", "cpu"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,172 +58,6 @@ class Candidate:
     step: StepTime
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RankSplit:
-    """What the ranks of a layout share out, besides the samples of its replicas."""
-
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ulysses: int = 1
-    ep: int = 1
-
-
-def layouts(request: PlanRequest) -> Iterator[Layout]:
-    """Every layout of the request's GPUs that training accepts and whose replicas share the batch equally."""
-    fixed = {name: value for name, value in request.fixed.items() if name != "micro_batch_size"}
-    for split in _rank_splits(request):
-        for layout in _variants(request, split):
-            if all(getattr(layout, name) == value for name, value in fixed.items()):
-                yield layout
-
-
-def _rank_splits(request: PlanRequest) -> Iterator[_RankSplit]:
-    """Every split of the request's GPUs whose replicas share the batch equally; those with Ulysses come last."""
-    shape = request.model.shape
-    gpus = request.gpus
-    for model in _model_splits(request, gpus):
-        dp = gpus // (model.tp * model.pp * model.cp)
-        if request.global_batch_size % dp:
-            continue
-        for ep in expert_parallel_sizes(shape, tp=model.tp):
-            if dp * model.cp % ep == 0:
-                yield replace(model, ep=ep)
-    for ulysses in divisors(min(gpus, shape.heads)):
-        is_whole = gpus % ulysses == 0 and not list(misfits(shape, ulysses=ulysses))
-        if ulysses > 1 and is_whole and request.global_batch_size % (gpus // ulysses) == 0:
-            yield _RankSplit(ulysses=ulysses)
-
-
-def _model_splits(request: PlanRequest, gpus: int) -> Iterator[_RankSplit]:
-    """Every combination of tensor-parallel ranks, stages and context-parallel ranks that so many GPUs allow."""
-    shape = request.model.shape
-    for tp in tensor_parallel_sizes(shape):
-        if tp > request.cluster.gpus_per_node or gpus % tp:
-            continue
-        for pp in divisors(gpus // tp):
-            if pp > shape.layers:
-                continue
-            for cp in context_parallel_sizes(request, gpus // tp // pp):
-                yield _RankSplit(tp=tp, pp=pp, cp=cp)
-
-
-def context_parallel_sizes(request: PlanRequest, ranks: int) -> list[int]:
-    """Return every cp that so many ranks allow: 1, those with LEAST_POSITIONS of a sequence, or the fixed one.
-
-    Where a rank has fewer, attention is a small part of a step, and replicas or tensor-parallel ranks do more with it.
-    """
-    fixed = request.fixed.get("cp")
-    if fixed is not None:
-        return [fixed] if ranks % fixed == 0 else []
-    most = max(1, request.seq_len // LEAST_POSITIONS)
-    return [cp for cp in divisors(ranks, most) if cp == 1 or request.seq_len % (2 * cp) == 0]
-
-
-def _variants(request: PlanRequest, split: _RankSplit) -> Iterator[Layout]:
-    """Yield the layouts of a split: stages of ZeRO, offload, sequence parallelism, recomputation and schedules."""
-    cp_ulysses = request.fixed.get("cp_ulysses", 1)
-    experts = request.fixed.get("experts", "whole")
-    if split.cp % cp_ulysses or (experts == "inner" and (split.tp == 1 or split.ep > 1)):
-        return
-    for stage in _zero_stages(request, pp=split.pp):
-        for offload in _offloads(request, stage=stage, pp=split.pp):
-            for sequence_parallel in (True, False) if split.tp > 1 else (False,):
-                without_recompute = Layout(
-                    dp=request.gpus // (split.tp * split.pp * split.cp * split.ulysses),
-                    ep=split.ep,
-                    cp=split.cp,
-                    cp_ulysses=cp_ulysses,
-                    tp=split.tp,
-                    pp=split.pp,
-                    ulysses=split.ulysses,
-                    zero_stage=stage,
-                    sequence_parallel=sequence_parallel,
-                    experts=experts,
-                    offload_optimizer=offload.optimizer,
-                    offload_params=offload.params,
-                    offload_activations=request.fixed.get("offload_activations", False),
-                    tiled_mlp=request.fixed.get("tiled_mlp", False),
-                )
-                if request.refusal(without_recompute) is not None:
-                    continue
-                for recompute in _recomputations(request):
-                    layout = replace(without_recompute, recompute=recompute)
-                    if recompute != "selective" or not request.impossible(layout):
-                        yield from scheduled(request, layout)
-
-
-def _recomputations(request: PlanRequest) -> tuple[Recompute, ...]:
-    """Return what is tried of recomputation: that of attention alone where attention keeps its scores."""
-    if "recompute" in request.fixed:
-        return (request.fixed["recompute"],)
-    if request.kernel == "eager":
-        return ("none", "selective", "full")
-    return ("none", "full")
-
-
-def _zero_stages(request: PlanRequest, *, pp: int) -> tuple[int, ...]:
-    """Return the stages of ZeRO that are tried. ZeRO-0 keeps fp32 weights: never better."""
-    if request.fixed.get("zero_stage") == 0:
-        return (0,)
-    return (1,) if pp > 1 else (1, 2, 3)
-
-
-def _offloads(request: PlanRequest, *, stage: int, pp: int) -> Iterator[_Offload]:
-    """Yield the devices of optimizer states and of parameters that are tried with a ZeRO stage."""
-    least_stage = 1 if request.fixed.get("zero_stage") == 1 else 2
-    fixes_both = {"offload_optimizer", "offload_params"} <= request.fixed.keys()
-    for offload in _offloads_of_any_stage(request):
-        if offload.optimizer == "cpu" and (pp > 1 or stage < least_stage):
-            continue
-        if offload.params == "cpu" and stage < 3:
-            continue
-        # Where parameters are sharded, a strategy offloads both.
-        if stage == 3 and offload.optimizer != offload.params and not fixes_both:
-            continue
-        yield offload
-
-
-def _offloads_of_any_stage(request: PlanRequest) -> tuple[_Offload, ...]:
-    """Return the devices that the request allows."""
-    optimizer = request.fixed.get("offload_optimizer")
-    params = request.fixed.get("offload_params")
-    if optimizer is not None and params is not None:
-        return (_Offload(optimizer, params),)
-    if "cpu" in (optimizer, params) or (request.offloads and not request.cluster.cores):
-        return _OFFLOADS
-    return (_Offload("none", "none"),)
-
-
-def scheduled(request: PlanRequest, layout: Layout) -> Iterator[Layout]:
-    """Yield a layout with each pipeline schedule that the request asks for and training accepts."""
-    kind = request.fixed.get("schedule")
-    if layout.pp == 1 or (kind is None and not request.schedules):
-        yield layout
-        return
-    if kind is None:
-        yield layout
-    bound = request.fixed.get("max_pending_weights")
-    for schedule, chunks in SCHEDULES:
-        if kind not in (None, schedule) or layout.pp * chunks > request.model.shape.layers:
-            continue
-        if bound is not None and schedule not in SPLITTING:
-            continue
-        with_schedule = replace(layout, schedule=schedule, chunks=chunks, max_pending_weights=bound)
-        if request.refusal(with_schedule) is None:
-            yield with_schedule
-
-
-SCHEDULES: tuple[tuple[Kind, int], ...] = (
-    ("1f1b", 1),
-    ("interleaved", 2),
-    ("interleaved", 4),
-    ("zb-h1", 1),
-    ("zb-v", 2),
-)
-"""Schedules that are tried, and their chunks, the simplest first. GPipe has 1F1B's bubble and needs more memory."""
-
-
 def candidates(request: PlanRequest) -> list[Candidate]:
     """All layouts with all micro-batches, predicted. Raises LayoutError or BatchError where there are none."""
     predicted = []
@@ -244,23 +65,8 @@ def candidates(request: PlanRequest) -> list[Candidate]:
         for batch in batches(request, layout):
             predicted.append(Candidate(layout=layout, batch=batch, step=request.step(layout, batch)))
     if not predicted:
-        raise _no_layout_with_fixed(request) or _no_layout(request)
+        raise no_layout(request)
     return predicted
-
-
-def batches(request: PlanRequest, layout: Layout) -> list[Batch]:
-    """Every split of the batch in a layout, the smallest micro-batches first. Raises BatchError where there is none."""
-    total = request.global_batch_size
-    fixed_size = request.fixed.get("micro_batch_size")
-    if total % layout.dp:
-        reason = f"{layout.dp} replicas cannot share it equally"
-        nearest = total // layout.dp * layout.dp or layout.dp
-        raise BatchError.of("--global-batch", total, reason, ("--global-batch", nearest))
-    samples = total // layout.dp
-    sizes = divisors(samples, LARGEST_MICRO_BATCH)
-    if fixed_size is not None:
-        sizes = [fixed_size] if samples % fixed_size == 0 else []
-    return [Batch(global_batch_size=total, micro_batch_size=size, dp=layout.dp) for size in sizes]
 
 
 def best_micro_batch(request: PlanRequest, layout: Layout, *, stand_ins: bool = False) -> Plan:
@@ -274,17 +80,8 @@ def best_micro_batch(request: PlanRequest, layout: Layout, *, stand_ins: bool = 
         if not plans[-1].fits:
             break
     if not plans:
-        raise _no_layout_with_fixed(request) or _no_layout(request)
+        raise no_layout(request)
     return min((plan for plan in plans if plan.fits), key=lambda plan: plan.step.seconds, default=plans[0])
-
-
-def _no_layout_with_fixed(request: PlanRequest) -> LayoutError | None:
-    """Return the error that the fixed values leave no layout; None where there is no layout anyway."""
-    if not request.fixed or not any(layouts(replace(request, fixed={}))):
-        return None
-    reason = "no layout that training accepts has them and splits the batch"
-    settings = (("--gpus", request.gpus), ("--global-batch", request.global_batch_size), *request.fixed.items())
-    return LayoutError.between(settings, reason, "leave some of them to the plan")
 
 
 def search(request: PlanRequest, *, goal: Goal = "speed", top: int = 10) -> SearchResult:
@@ -294,9 +91,15 @@ def search(request: PlanRequest, *, goal: Goal = "speed", top: int = 10) -> Sear
     predicted = candidates(request)
     if goal == "memory":
         return SearchResult(plans=_smallest(request, predicted, top), candidates=len(predicted))
+    return SearchResult(plans=_fastest(request, predicted, top), candidates=len(predicted))
+
+
+def _fastest(request: PlanRequest, predicted: Sequence[Candidate], top: int) -> list[Plan]:
+    """Return the `top` fastest plans that fit, one of each layout."""
     plans: list[Plan] = []
     chosen: set[Layout] = set()
-    too_large: dict[Layout, int] = {}  # the least micro-batch of a layout that does not fit: more never needs less
+    # The least micro-batch of each layout that does not fit: a larger one never needs less.
+    too_large: dict[Layout, int] = {}
     errors: list[ModelError] = []
     for candidate in sorted(predicted, key=lambda candidate: candidate.step.seconds):
         layout = candidate.layout
@@ -317,7 +120,7 @@ def search(request: PlanRequest, *, goal: Goal = "speed", top: int = 10) -> Sear
                 break
     if errors and not plans:
         raise errors[0]
-    return SearchResult(plans=plans, candidates=len(predicted))
+    return plans
 
 
 def _fits_with_one_sample(request: PlanRequest, candidate: Candidate, errors: list[ModelError]) -> bool:
@@ -345,11 +148,13 @@ def evaluated(request: PlanRequest, *, goal: Goal = "speed") -> SearchResult:
     errors: list[ModelError] = []
     count = 0
     requests = _halves(request) if goal == "cost" else [request]
-    for part in requests:
-        predicted = candidates(part)
+    for on_gpus in requests:
+        predicted = candidates(on_gpus)
         count += len(predicted)
         for candidate in predicted:
-            plan = _estimated(part, candidate, errors) if _may_fit(part, candidate.layout) else None
+            if not _may_fit(on_gpus, candidate.layout):
+                continue
+            plan = _estimated(on_gpus, candidate, errors)
             if plan is not None:
                 plans.append(plan)
     if errors and not plans:
@@ -361,8 +166,11 @@ def evaluated(request: PlanRequest, *, goal: Goal = "speed") -> SearchResult:
 def frontier(plans: Iterable[Plan]) -> list[Plan]:
     """Return the plans that fit and that no other beats in both throughput and memory; the fastest first."""
     best: list[Plan] = []
-    fitting = (plan for plan in plans if plan.fits)
-    for plan in sorted(fitting, key=lambda plan: (-plan.step.tokens_per_second_per_gpu, plan.memory.total)):
+    fitting = [plan for plan in plans if plan.fits]
+    # Among plans of one speed the smallest comes first: sorting is stable.
+    fitting.sort(key=lambda plan: plan.memory.total)
+    fitting.sort(key=lambda plan: plan.step.tokens_per_second_per_gpu, reverse=True)
+    for plan in fitting:
         if not best or plan.memory.total < best[-1].memory.total:
             best.append(plan)
     return best
@@ -372,9 +180,9 @@ def _halves(request: PlanRequest) -> Iterator[PlanRequest]:
     """The request on all, a half, a quarter, … of its GPUs, where layouts are: none for all of them is an error."""
     gpus = request.gpus
     while gpus >= 1:
-        part = replace(request, gpus=gpus)
-        if gpus == request.gpus or next(layouts(part), None) is not None:
-            yield part
+        on_gpus = replace(request, gpus=gpus)
+        if gpus == request.gpus or next(layouts(on_gpus), None) is not None:
+            yield on_gpus
         if gpus % 2:
             break
         gpus //= 2
@@ -382,7 +190,7 @@ def _halves(request: PlanRequest) -> Iterator[PlanRequest]:
 
 def _cheapest(request: PlanRequest, top: int) -> SearchResult:
     """The plans with the fewest GPU-seconds a token: fewer GPUs take longer, and communicate less."""
-    results = [search(part, top=top) for part in _halves(request)]
+    results = [search(on_gpus, top=top) for on_gpus in _halves(request)]
     plans = [plan for result in results for plan in result.plans]
     plans.sort(key=lambda plan: -plan.step.tokens_per_second_per_gpu)
     return SearchResult(plans=plans[:top], candidates=sum(result.candidates for result in results))
@@ -438,12 +246,16 @@ def _may_fit(request: PlanRequest, layout: Layout) -> bool:
 def nearest_that_fits(request: PlanRequest) -> list[str]:
     """Sentences: which change of GPUs or of the sequence would make a layout fit."""
     sentences = []
-    for gpus in (request.gpus * 2**power for power in range(1, 6)):
+    for power in range(1, _MOST_DOUBLINGS + 1):
+        gpus = request.gpus * 2**power
         plan = _first_that_fits(replace(request, gpus=gpus))
         if plan is not None:
             sentences.append(f"{gpus} GPUs: {plan.strategy}")
             break
-    for seq_len in (request.seq_len // 2**power for power in range(1, 6) if request.seq_len % 2**power == 0):
+    for power in range(1, _MOST_DOUBLINGS + 1):
+        seq_len, remainder = divmod(request.seq_len, 2**power)
+        if remainder:
+            break
         plan = _first_that_fits(replace(request, setup=replace(request.setup, seq_len=seq_len)))
         if plan is not None:
             sentences.append(f"--seq {seq_len}: {plan.strategy}")
@@ -458,39 +270,3 @@ def _first_that_fits(request: PlanRequest) -> Plan | None:
     except ToolkitError:
         return None
     return plans[0] if plans else None
-
-
-def _no_layout(request: PlanRequest) -> LayoutError | BatchError:
-    """Return the error of a request without any layout: the batch is no multiple of any possible dp."""
-    gpus = request.gpus
-    batch = request.global_batch_size
-    possible = _replicas(request, gpus)
-    if not possible:
-        cp = request.fixed["cp"]
-        reason = "the ranks of a sequence do not divide them"
-        remedy = ("--gpus", next(_nearest_gpus(request), cp))
-        return LayoutError.between((("--gpus", gpus), ("cp", cp)), reason, remedy)
-    fewest = min(possible)
-    if fewest == gpus > 1:
-        reason = f"neither tensor ranks nor stages of {request.name} divide them, and {batch} samples do not either"
-        multiple = -(-batch // gpus) * gpus
-        other_gpus = ("--gpus", next(_nearest_gpus(request)))
-        return LayoutError.of("--gpus", gpus, reason, other_gpus, ("--global-batch", multiple))
-    lower = batch // fewest * fewest
-    near_batch = f"{lower} or {lower + fewest}" if lower else str(fewest)
-    reason = f"no layout splits it: {gpus} GPUs make {fewest} replicas or a multiple of that"
-    return BatchError.of("--global-batch", batch, reason, ("--global-batch", near_batch))
-
-
-def _nearest_gpus(request: PlanRequest) -> Iterator[int]:
-    """Yield the numbers of GPUs that have a layout for the batch, the nearest to the request's first."""
-    batch = request.global_batch_size
-    for distance in range(1, request.gpus):
-        for gpus in (request.gpus - distance, request.gpus + distance):
-            if any(batch % replicas == 0 for replicas in _replicas(request, gpus)):
-                yield gpus
-
-
-def _replicas(request: PlanRequest, gpus: int) -> set[int]:
-    """Every dp of layouts with tensor ranks, stages and context-parallel ranks."""
-    return {gpus // (split.tp * split.pp * split.cp) for split in _model_splits(request, gpus)}
