@@ -12,16 +12,9 @@ import pytest
 
 from toolkit.errors import ReportError
 from toolkit.report.chart import COOL, DARK, LIGHT, WARM
-from toolkit.report.comparison_charts import (
-    comparison_charts,
-    first_beyond,
-    grouped,
-    heat_map,
-    looks,
-    relative_points,
-    tone_of,
-)
+from toolkit.report.comparison_charts import comparison_charts, first_beyond, looks, relative_points
 from toolkit.report.comparison_page import FILES, comparison_page, sentence, write_comparison
+from toolkit.report.heat_map import grouped, heat_map, tone_of
 from toolkit.report.page import replace_folder
 
 Make = Callable[..., dict[str, Any]]

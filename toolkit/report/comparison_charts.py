@@ -1,9 +1,5 @@
-"""The plots of a comparison: loss, gradient norm, their differences from the baseline, and a heat map of gradients.
+"""The plots of a comparison: loss, gradient norm, and their differences from the baseline."""
 
-The heat map has each parameter's gradient in each strategy, by layer, colored by its difference / tolerance.
-"""
-
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +9,12 @@ from toolkit.report.chart import COOL, DASHES, WARM, Band, Chart, Line, Point, R
 from toolkit.units import difference, english_list, plural, scientific
 
 Curve = Mapping[str, Any]
+"""A strategy, a baseline or a rerun of comparison.json, or the whole of it."""
 
 _MOST_TOLERANCES = 3
+"""Tolerances that are drawn each; of more only the loosest and the tightest."""
 _MANY = 12
-_FALLBACK_TOLERANCE = 1e-6
-_DECADES_WITHIN = 4
-_DECADES_BEYOND = 4
+"""Strategies from which on lines are thin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,139 +209,28 @@ def _bands(strategies: Sequence[Curve], bound: str, steps: Sequence[int]) -> Ite
 
 
 def _looked(strategies: Sequence[Curve]) -> Iterator[tuple[Curve, Look]]:
+    """Yield each strategy with its look."""
     yield from zip(strategies, looks(strategies), strict=True)
 
 
 def _outcomes(strategies: Sequence[Curve]) -> str:
-    differing = [strategy["label"] for strategy in strategies if strategy["result"] == "differs"]
-    failed = [strategy["label"] for strategy in strategies if strategy["result"] == "failed"]
-    unclear = [strategy["label"] for strategy in strategies if strategy["result"] == "cannot tell"]
-    parts = [f"{english_list(differing)} {'differs' if len(differing) == 1 else 'differ'}."] if differing else []
-    parts += [f"{english_list(failed)} failed and has no curve."] if failed else []
-    parts += [f"{english_list(unclear)} cannot be told from rounding."] if unclear else []
-    return " ".join(parts) or "All of them stay within their tolerance."
+    """Return sentences on the strategies that are not the same, or that all are."""
+    differing = _labels_of(strategies, "differs")
+    failed = _labels_of(strategies, "failed")
+    unclear = _labels_of(strategies, "cannot tell")
+    sentences = []
+    if differing:
+        verb = "differs" if len(differing) == 1 else "differ"
+        sentences.append(f"{english_list(differing)} {verb}.")
+    if failed:
+        sentences.append(f"{english_list(failed)} failed and has no curve.")
+    if unclear:
+        sentences.append(f"{english_list(unclear)} cannot be told from rounding.")
+    if not sentences:
+        return "All of them stay within their tolerance."
+    return " ".join(sentences)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One parameter of one strategy."""
-
-    tone: str
-    """heat0 (equal) to heat4 are within the tolerance, heat5 to heat8 beyond it; or missing."""
-    text: str
-    numbers: tuple[float | None, ...]
-    """Difference, ratio and cosine with the displayed number of digits."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeatMapRow:
-    """One row: a cell for each column; None if a strategy lacks the parameter."""
-
-    name: str
-    short_name: str
-    cells: tuple[Cell | None, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """The parameters of one layer, or those before or after all layers."""
-
-    title: str
-    parameters: tuple[HeatMapRow, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeatMap:
-    """Groups in model order. `columns` are indices into the list of strategies."""
-
-    columns: tuple[int, ...]
-    groups: tuple[Group, ...]
-
-    def parameters(self) -> list[HeatMapRow]:
-        return [parameter for group in self.groups for parameter in group.parameters]
-
-    def data(self) -> list[dict[str, Any]]:
-        """Return the values that page.js shows under the pointer."""
-        return [
-            {"name": parameter.name, "cells": [None if cell is None else cell.numbers for cell in parameter.cells]}
-            for parameter in self.parameters()
-        ]
-
-
-def heat_map(strategies: Sequence[Curve]) -> HeatMap:
-    """Build the map of all strategies with gradients. Parameters are in the order of the first strategy."""
-    columns = tuple(index for index, strategy in enumerate(strategies) if strategy.get("gradients"))
-    rows = [{str(row["name"]): row for row in strategies[index]["gradients"]} for index in columns]
-    bounds = [gradient_tolerance(strategies[index]) for index in columns]
-    names = list(dict.fromkeys(name for column in rows for name in column))
-
-    def row(name: str, short_name: str) -> HeatMapRow:
-        pairs = zip(rows, bounds, strict=True)
-        cells = tuple(_cell(column[name], bound) if name in column else None for column, bound in pairs)
-        return HeatMapRow(name=name, short_name=short_name, cells=cells)
-
-    groups = (
-        Group(title=title, parameters=tuple(row(*member) for member in members)) for title, members in grouped(names)
-    )
-    return HeatMap(columns=columns, groups=tuple(groups))
-
-
-def gradient_tolerance(strategy: Curve) -> float:
-    """Return the strategy's bound on a parameter's gradient."""
-    return (strategy.get("tolerance") or {}).get("gradient") or _FALLBACK_TOLERANCE
-
-
-def grouped(names: Sequence[str]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Group names by layer, each with its name inside the layer; layers ascend between the other parameters."""
-    before: list[tuple[str, str]] = []
-    after: list[tuple[str, str]] = []
-    layers: dict[int, list[tuple[str, str]]] = {}
-    for name in names:
-        parts = name.split(".")
-        place = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-        if place is None or place == len(parts) - 1:
-            (after if layers else before).append((name, _outer(name)))
-        else:
-            layers.setdefault(int(parts[place]), []).append((name, ".".join(parts[place + 1 :])))
-    of_layers = [(f"layer {layer}", layers[layer]) for layer in sorted(layers)]
-    first = "before the layers" if layers else "parameters"
-    return [group for group in ((first, before), *of_layers, ("after the layers", after)) if group[1]]
-
-
-def tone_of(value: float | None, tolerance: float) -> str:
-    """Return the color of a difference: one shade for each power of ten from its tolerance."""
-    if value is None or not math.isfinite(value):
-        return "missing"
-    if value == 0:
-        return "heat0"
-    if value <= tolerance:
-        decades = math.floor(math.log10(tolerance / value) + 1e-9)
-        return f"heat{max(1, _DECADES_WITHIN - decades)}"
-    decades = math.ceil(math.log10(value / tolerance) - 1e-9)
-    return f"heat{_DECADES_WITHIN + max(1, min(_DECADES_BEYOND, decades))}"
-
-
-def legend(tolerances: Sequence[float]) -> list[tuple[str, str]]:
-    """Return (tone, label) of each color: absolute numbers if all strategies share a tolerance."""
-    if len(set(tolerances)) == 1:
-        tolerance = tolerances[0]
-        bounds = [scientific(tolerance * 10.0**power) for power in range(-3, 4)]
-    else:
-        bounds = ["1/1000", "1/100", "1/10", "tolerance", "x 10", "x 100", "x 1000"]
-    shades = [(f"heat{i}", f"≤ {bound}") for i, bound in enumerate(bounds, start=1)]
-    return [("heat0", "equal"), *shades, ("heat8", f"> {bounds[-1]}"), ("missing", "missing or not finite")]
-
-
-def _cell(row: Curve, tolerance: float) -> Cell:
-    value = row.get("difference")
-    numbers = (_short(value, 2), _short(row.get("ratio"), 7), _short(row.get("cosine"), 8))
-    return Cell(tone=tone_of(value, tolerance), text=difference(value), numbers=numbers)
-
-
-def _outer(name: str) -> str:
-    head, _, rest = name.partition(".")
-    return rest if head in ("transformer", "model", "gpt_neox") and rest else name
-
-
-def _short(value: float | None, digits: int) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
+def _labels_of(strategies: Sequence[Curve], result: str) -> list[str]:
+    """Return the labels of the strategies with this result."""
+    return [strategy["label"] for strategy in strategies if strategy["result"] == result]

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.report.comparison_charts import Look, comparison_charts, gradient_tolerance, heat_map, legend, looks
+from toolkit.report.comparison_charts import Look, comparison_charts, looks
+from toolkit.report.heat_map import gradient_tolerance, heat_map, legend
 from toolkit.report.page import figure, readouts, render, replace_folder
 from toolkit.units import NOT_FINITE, UNKNOWN, difference, english_list, scientific
 

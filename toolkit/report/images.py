@@ -21,8 +21,8 @@ from matplotlib.transforms import Affine2D
 from toolkit.errors import ReportError
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.report.chart import LIGHT, Chart, Line, line_points, running_mean
-from toolkit.report.comparison_charts import HeatMap
 from toolkit.report.drawing import BOUND, Area, Drawing, Label, Shape, Stroke
+from toolkit.report.heat_map import HeatMap
 
 _CHART_WIDTH = 720
 _LEGEND_ROW = 17.0
