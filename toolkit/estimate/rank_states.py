@@ -125,7 +125,7 @@ class _RankWeights:
     """A rank's parameters as they are kept."""
 
     params: RankParameters
-    """Those in 4 bits count as so many elements of the weights' dtype as they take memory."""
+    """The parameters: ones in 4 bits count as so many elements of the weights' dtype as they take memory."""
     count: int
     """Elements of the parameters, before any are packed in 4 bits."""
     unpacked: int

@@ -140,7 +140,7 @@ class _PipelineTime:
     waiting: float
     """Seconds of a step in which it waits."""
     waiting_forward: float
-    """Those of them that belong to forward passes."""
+    """Seconds of that waiting which belong to forward passes."""
 
     @classmethod
     def of(cls, request: StepRequest) -> Self:

@@ -334,7 +334,7 @@ class _MicroBatchSize:
     monomials: tuple[int, ...]
     """Values of 1, b, s, bs, s^2, bs^2."""
     unit: int
-    """As of Recording."""
+    """Parts of a byte that polynomials count."""
 
     def bytes_of(self, polynomial: Polynomial) -> int:
         """Return the bytes that a polynomial stands for."""
