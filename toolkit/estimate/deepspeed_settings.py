@@ -107,19 +107,10 @@ class DeepSpeedSettings:
         zero = config.get("zero_optimization") or {}
         stage = int(zero.get("stage", 0))
         _refuse(config, zero)
-        precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-        if _enabled(config.get("bf16") or config.get("bfloat16")):
-            precision = "bf16"
-        elif _enabled(config.get("fp16")):
-            precision = "fp16"
+        precision = _precision(config)
         gradient = (config.get("data_types") or {}).get("grad_accum_dtype") or precision
-        optimizer = config.get("optimizer") or {}
-        name = str(optimizer.get("type", "adamw")).lower()
-        params = optimizer.get("params") or {}
-        offload = _is_offloaded(zero, "offload_optimizer", "cpu_offload")
         # DeepSpeed overlaps by default with ZeRO-3 alone (zero/config.py).
         overlap = zero.get("overlap_comm")
-        torch_adam = bool(params.get("torch_adam")) or (not optimizer and device == "cpu")
         return cls(
             zero_stage=stage,
             precision=precision,
@@ -133,18 +124,42 @@ class DeepSpeedSettings:
             persistence_threshold=int(zero.get("stage3_param_persistence_threshold", 100_000)),
             max_live_parameters=int(zero.get("stage3_max_live_parameters", 1_000_000_000)),
             sub_group_size=int(zero.get("sub_group_size", 1_000_000_000)),
-            offload_optimizer=offload,
+            offload_optimizer=_is_offloaded(zero, "offload_optimizer", "cpu_offload"),
             offload_params=_is_offloaded(zero, "offload_param", "cpu_offload_params"),
             **_nvme(config, zero),
             hpz=int(zero.get("zero_hpz_partition_size", 1)),
-            moments=int(bool(params.get("momentum"))) if name == "sgd" else _MOMENTS[name],
-            counts_in_tensors=torch_adam and name in _FUSED,
-            fused=not torch_adam or bool(params.get("fused")),
+            **_optimizer(config.get("optimizer") or {}, device),
             device=device,
         )
 
 
+def _precision(config: Mapping[str, Any]) -> Literal["fp32", "bf16", "fp16"]:
+    """Return the dtype of the weights."""
+    if _enabled(config.get("bf16") or config.get("bfloat16")):
+        return "bf16"
+    if _enabled(config.get("fp16")):
+        return "fp16"
+    return "fp32"
+
+
+def _optimizer(section: Mapping[str, Any], device: Literal["cuda", "cpu"]) -> dict[str, Any]:
+    """Return the fields that the optimizer decides. Without a section the caller's own runs: on a CPU PyTorch's."""
+    name = str(section.get("type", "adamw")).lower()
+    params = section.get("params") or {}
+    is_pytorch = bool(params.get("torch_adam")) or (not section and device == "cpu")
+    if name == "sgd":
+        moments = 1 if params.get("momentum") else 0
+    else:
+        moments = _MOMENTS[name]
+    return {
+        "moments": moments,
+        "counts_in_tensors": is_pytorch and name in _FUSED,
+        "fused": not is_pytorch or bool(params.get("fused")),
+    }
+
+
 def _refuse(config: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings that are not modeled."""
     section = zero.get("offload_param") or {}
     if section.get("device") == "nvme" and (in_memory := section.get("max_in_cpu", 1_000_000_000)):
         field = "zero_optimization.offload_param.max_in_cpu"
@@ -164,6 +179,7 @@ def _refuse(config: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
 
 
 def _autocast(config: Mapping[str, Any]) -> Literal["none", "bf16", "fp16"]:
+    """Return the dtype of DeepSpeed's torch_autocast section."""
     section = config.get("torch_autocast") or {}
     if not _enabled(section):
         return "none"
@@ -175,6 +191,7 @@ def _enabled(section: object) -> bool:
 
 
 def _is_offloaded(zero: Mapping[str, Any], key: str, legacy: str) -> bool:
+    """Whether a section names a device to offload to, or the `legacy` flag of older versions is on."""
     return (zero.get(key) or {}).get("device", "none") in ("cpu", "nvme") or zero.get(legacy) is True
 
 
