@@ -89,21 +89,23 @@ class Parameter:
         if tp == 1 or self.dim is None:
             return (self.numel,)
         features = self.shape[self.dim]
-        other = self.numel // features
+        feature_numel = self.numel // features
         if self.is_vocabulary:
-            return (-(-features // tp) * other,)
-        blocks = self.blocks or ((features, 1),)
-        parts: list[int] = []
-        kind = None
+            return (-(-features // tp) * feature_numel,)
+        blocks = self.blocks if self.blocks else ((features, 1),)
+        numels: list[int] = []
+        before_is_replicated: bool | None = None
         for units, width in blocks:
-            shared = units % tp != 0
-            local = (width if shared else units // tp * width) * other
-            if shared == kind:
-                parts[-1] += local
+            # Where there are fewer units than ranks, neighboring ranks share one.
+            is_replicated = units % tp != 0
+            local_units = 1 if is_replicated else units // tp
+            local_numel = local_units * width * feature_numel
+            if is_replicated == before_is_replicated:
+                numels[-1] += local_numel
             else:
-                parts.append(local)
-            kind = shared
-        return tuple(parts)
+                numels.append(local_numel)
+            before_is_replicated = is_replicated
+        return tuple(numels)
 
     def product_width(self, tp: int) -> int:
         """Return the input and output features of a linear layer with this matrix, on one of `tp` ranks."""
@@ -233,9 +235,12 @@ class ModelParameters:
 
     def largest_matrix(self, layers: Iterable[int], *, tp: int) -> int:
         """Return the elements of the largest matrix of a linear layer of these decoder layers, on one rank."""
-        kinds = {self.pattern[index] for index in layers}
-        matrices = (parameter for kind in kinds for parameter in self.kinds[kind] if parameter.is_linear)
-        return max((numel for matrix in matrices for numel in matrix.local_numels(tp, 1)), default=0)
+        largest = 0
+        for kind in {self.pattern[index] for index in layers}:
+            for parameter in self.kinds[kind]:
+                if parameter.is_linear:
+                    largest = max(largest, *parameter.local_numels(tp, 1))
+        return largest
 
     def product_widths(self, layers: Iterable[int], *, tp: int) -> int:
         """Return the features of the inputs and outputs of all linear layers of these decoder layers, on one rank."""
@@ -288,10 +293,11 @@ class _GroupKind:
         return self._has(parameter) and self.is_hidden in (None, is_matrix(parameter.name, parameter.shape))
 
     def has_outside(self, parameter: Parameter) -> bool:
-        """Whether a parameter outside the decoder layers is."""
+        """Whether a parameter outside the decoder layers is in the group."""
         return self._has(parameter) and self.is_hidden is not True
 
     def _has(self, parameter: Parameter) -> bool:
+        """Whether a parameter has what does not depend on its place."""
         is_copied = parameter.dim is None and not parameter.is_experts
         return (
             parameter.trainable == self.trains
@@ -389,8 +395,13 @@ class _StageParameters:
         linear = self.layer_numels(lambda parameter: parameter.is_linear)
         if any(parameter.trainable for parameter in self.front):
             return linear
-        first_trained = next((place for place, numel in enumerate(trained_layers) if numel), len(trained_layers))
-        return (0,) * len(linear[:first_trained]) + linear[first_trained:]
+        cast = []
+        reached = False
+        for linear_numel, trained_numel in zip(linear, trained_layers, strict=True):
+            if trained_numel > 0:
+                reached = True
+            cast.append(linear_numel if reached else 0)
+        return tuple(cast)
 
     def head_numel(self) -> int:
         """Return the elements of the LM head's matrix, on the last stage."""
@@ -401,16 +412,14 @@ class _StageParameters:
 
     def hidden_matrices(self) -> tuple[HiddenMatrices, ...]:
         """Return the matrices of decoder layers that train, before tensor parallelism."""
-        return tuple(
-            HiddenMatrices(
-                numel=prod(parameter.shape[-2:]),
-                side=min(parameter.shape[-2:]),
-                count=prod(parameter.shape[:-2]),
-            )
-            for kind in self.layer_kinds
-            for parameter in self.model.kinds[kind]
-            if parameter.trainable and is_matrix(parameter.name, parameter.shape)
-        )
+        matrices = []
+        for kind in self.layer_kinds:
+            for parameter in self.model.kinds[kind]:
+                if parameter.trainable and is_matrix(parameter.name, parameter.shape):
+                    rows, columns = parameter.shape[-2:]
+                    count = prod(parameter.shape[:-2])
+                    matrices.append(HiddenMatrices(numel=rows * columns, side=min(rows, columns), count=count))
+        return tuple(matrices)
 
     def largest_early(self) -> int:
         """Return the elements of the largest parameter whose gradient is complete before the backward pass ends."""
