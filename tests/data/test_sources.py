@@ -1,7 +1,9 @@
 """Sources return the same documents in the same order from every format; errors are one line."""
 
+import errno
 import gzip
 import json
+import os
 import sysconfig
 from itertools import pairwise
 from pathlib import Path
@@ -296,3 +298,56 @@ def test_text_that_is_not_utf8_is_named_by_its_byte(tmp_path):
 def test_a_damaged_parquet_file_is_named(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
     assert "a.parquet: not a readable Parquet file" in message(tmp_path / "a.parquet")
+
+
+def test_a_compressed_text_file_is_named_with_what_is_read_compressed(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"text"))
+    said = message(tmp_path / "a.txt.gz")
+    assert "a.txt.gz: compressed text is read as .jsonl.gz or .jsonl.zst only. Decompress the file" in said
+
+
+@pytest.mark.parametrize("content", ["fine\0".encode(), "ascii".encode("utf-16-le")], ids=["binary", "UTF-16"])
+def test_a_text_file_with_a_nul_byte_is_named(content, tmp_path):
+    (tmp_path / "a.txt").write_bytes(content)
+    assert f"a.txt: byte {content.index(0)} is NUL, as in UTF-16 or a binary file" in message(tmp_path / "a.txt")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\xef\xbb\xbf")
+    assert read(tmp_path / "a.txt") == ["one\ufeff"]
+
+
+def test_a_read_that_the_operating_system_refuses_names_the_file(tmp_path):
+    assert "/proc/self/mem: Input/output error. Check data.source" in message("/proc/self/mem")
+
+
+@pytest.mark.parametrize("source", ["", "*.jsonl"])
+def test_a_link_to_nothing_is_refused_and_not_left_out(source, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "b.jsonl").symlink_to("blobs/gone")
+    (tmp_path / "notes.bin").symlink_to("gone")
+    assert "b.jsonl: a link to a file that is not there" in message(tmp_path / source)
+
+
+def test_a_folder_that_cannot_be_read_is_refused_and_not_left_out(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("x")
+    scandir = os.scandir
+
+    def refuse(folder):
+        if os.path.basename(folder) == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert "closed: Permission denied. Check data.source and the file's permissions." in message(tmp_path)
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.txt").write_text("one")
+    (tmp_path / "elsewhere" / "loop").symlink_to("..")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "corpus" / "twice").symlink_to(tmp_path / "elsewhere")
+    assert read(tmp_path / "corpus") == ["one"]

@@ -6,7 +6,8 @@ markov                                            a Markov chain over letters, w
 corpus.txt, notes.md, …                           text: one document per file
 crawl.jsonl, crawl.jsonl.gz, crawl.jsonl.zst      one JSON object per line, its text in data.text_field
 crawl.parquet, crawl.arrow                        one document per row
-a directory                                       all such files below it (text only if there is no JSONL or Parquet)
+a directory                                       all such files below it, also behind links to directories (text only
+                                                  if there is no JSONL or Parquet)
 crawl/*.jsonl, **/*.txt                           a glob
 s3://bucket/crawl/*.jsonl.zst, https://…          the same behind a URL
 a directory of Dataset.save_to_disk              its rows
@@ -124,7 +125,11 @@ class FileSource:
         Without its tests (which not every installation has) and without generated tables.
         """
         root = Path(sysconfig.get_paths()["stdlib"])
-        paths = [path for path in _walk(root, skip=_SKIPPED_FOLDERS) if path.suffix == ".py"]
+        paths = []
+        for folder, folders, files in os.walk(root):
+            folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(".")]
+            paths += [Path(folder, name) for name in files if name.endswith(".py") and not name.startswith(".")]
+        paths = sorted(path for path in paths if path.is_file())
         if not paths:
             remedy = (_SOURCE, "a file or directory")
             raise DataError.of(_SOURCE, "stdlib", f"there are no .py files under {root}", remedy)
@@ -149,7 +154,7 @@ class FileSource:
     def matching(cls, pattern: str, section: DataSection) -> "FileSource":
         """The files that a glob matches; `**` spans directories."""
         matches = map(Path, glob.glob(os.path.expanduser(pattern), recursive=True))
-        paths = sorted(path for path in matches if path.is_file())
+        paths = sorted(path for path in matches if _is_file(path))
         if not paths:
             advice = f"check the pattern (it is relative to {os.getcwd()})"
             raise DataError.of(_SOURCE, pattern, "no file matches", advice)
@@ -428,10 +433,39 @@ def _corpus_files(paths: list[Path], name: str) -> list[Path]:
     return structured or paths
 
 
-def _walk(root: Path, skip: tuple[str, ...] = ()) -> list[Path]:
-    """List all files below `root` that are not hidden, sorted by relative path."""
+def _walk(root: Path) -> list[Path]:
+    """List all files below `root` that are not hidden, sorted by relative path.
+
+    Links to directories are followed, and a directory that two paths lead to is listed once. Raises DataError for a
+    directory that cannot be read and for a link to nothing: without them the corpus would be another.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise text_chunks.unreadable(str(error.filename), error)
+
     paths = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+    visited = set()
+    for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
+        facts = os.stat(folder)
+        identity = (facts.st_dev, facts.st_ino)
+        if identity in visited:
+            folders.clear()
+            continue
+        visited.add(identity)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         paths += [Path(folder, name) for name in files if not name.startswith(".")]
-    return sorted(path for path in paths if path.is_file())
+    return sorted(path for path in paths if _is_file(path))
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a path leads to a regular file. Raises DataError for a link to nothing that has the name of a text."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        if _kind(path) == "other":
+            return False
+        raise DataError(f"{path}: a link to a file that is not there. Restore that file, or remove the link.") from None
+    except OSError as error:
+        if _kind(path) == "other":
+            return False
+        raise text_chunks.unreadable(path, error) from None

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import BinaryIO
 
 import zstandard
@@ -28,6 +28,7 @@ CHUNK_BYTES = 1 << 20
 _READ_BYTES = 1 << 18
 _REST_OF_LINE = 1 << 15
 _NEAR_BYTES = 1 << 12
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".7z", ".lz4", ".br")
 _VISIBLE_LINE = re.compile(rb"[!-~]\n(?=[!-~])")
 _LINE = re.compile(rb"\n(?=.)", re.DOTALL)
 # The first byte of a UTF-8 character: any byte that is not a continuation byte.
@@ -183,18 +184,36 @@ def unreadable(path: str | Path, error: OSError) -> DataError:
 
 def _read(path: str, start: int, count: int | None) -> bytes:
     with open_file(path, count) as file:
-        file.seek(start)
-        return file.read(-1 if count is None else count)
+        try:
+            file.seek(start)
+            return file.read(-1 if count is None else count)
+        except OSError as error:
+            if is_url(path):
+                raise
+            raise unreadable(path, error) from None
 
 
 def _decode(data: bytes, *, path: str, offset: int = 0) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        at = offset + error.start
+    """The text of a file or a part of it, without the byte order mark of editors on Windows.
+
+    Raises DataError where it is not UTF-8, and for a NUL byte, which binary files and UTF-16 have and text has not.
+    """
+    suffix = PurePath(without_query(path)).suffix.lower()
+    if suffix in _COMPRESSED:
         raise DataError(
-            f"{path}: byte {at} is not UTF-8. Convert the file to UTF-8 or remove it from data.source."
-        ) from None
+            f"{path}: compressed text is read as .jsonl.gz or .jsonl.zst only. Decompress the file, or remove it from "
+            "data.source."
+        )
+    nul = data.find(b"\0")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        reason = f"byte {offset + error.start} is not UTF-8"
+    else:
+        if nul < 0:
+            return text.removeprefix("\ufeff") if offset == 0 else text
+        reason = f"byte {offset + nul} is NUL, as in UTF-16 or a binary file"
+    raise DataError(f"{path}: {reason}. Convert the file to UTF-8 or remove it from data.source.")
 
 
 def _placed(document: Document, at: Callable[[], str]) -> Iterator[Document]:
