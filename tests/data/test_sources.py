@@ -306,10 +306,12 @@ def test_a_compressed_text_file_is_named_with_what_is_read_compressed(tmp_path):
     assert "a.txt.gz: compressed text is read as .jsonl.gz or .jsonl.zst only. Decompress the file" in said
 
 
-@pytest.mark.parametrize("content", ["fine\0".encode(), "ascii".encode("utf-16-le")], ids=["binary", "UTF-16"])
-def test_a_text_file_with_a_nul_byte_is_named(content, tmp_path):
+@pytest.mark.parametrize("content", [b"\x7fELF\0\0\0", "ascii".encode("utf-16-le")], ids=["binary", "UTF-16"])
+def test_a_text_file_with_many_nul_bytes_is_named(content, tmp_path):
     (tmp_path / "a.txt").write_bytes(content)
-    assert f"a.txt: byte {content.index(0)} is NUL, as in UTF-16 or a binary file" in message(tmp_path / "a.txt")
+    count = content.count(0)
+    said = message(tmp_path / "a.txt")
+    assert f"a.txt: {count} of {len(content)} bytes are NUL, as in UTF-16 or a binary file. Convert the file" in said
 
 
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):

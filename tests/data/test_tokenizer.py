@@ -1,5 +1,6 @@
 """Training a tokenizer is deterministic, saving preserves it, and errors are one line."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +116,28 @@ def test_broken_tokenizer_files_are_one_line(corpus, tmp_path):
     Path(tmp_path / "tokenizer.json").write_text("{")
     with refused(DataError, "data.tokenizer"):
         made(corpus, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["./gone", "/gone/tokenizer", "text.txt"])
+def test_a_path_that_is_no_directory_is_not_looked_up_on_the_hub(corpus, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("{}")
+    with refused(DataError, "data.tokenizer") as found:
+        made(corpus, name)
+    assert "directory" in found[0].reason
+
+
+def test_an_id_that_no_tokenizer_needs_is_refused_before_the_tokenizer_is_saved(corpus, tmp_path):
+    made(corpus).save_pretrained(tmp_path / "saved")
+    path = tmp_path / "saved" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["zz"] = 999_999_999
+    path.write_text(json.dumps(content))
+    with refused(DataError, "data.tokenizer") as found:
+        made(corpus, tmp_path / "saved")
+    assert "999999999" in found[0].reason
+
+
+def test_digits_of_other_scripts_are_no_number_of_entries(corpus, monkeypatch):
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **kwargs: made(corpus))
+    assert len(made(corpus, "bpe-٢٥٧")) == 300

@@ -23,11 +23,14 @@ from toolkit.data.documents import remote
 from toolkit.data.documents.rows import Document, RowReader
 from toolkit.errors import DataError
 from toolkit.remote_files import is_url, without_query
+from toolkit.units import plural
 
 CHUNK_BYTES = 1 << 20
 _READ_BYTES = 1 << 18
 _REST_OF_LINE = 1 << 15
 _NEAR_BYTES = 1 << 12
+_FEW_NULS = 8
+"""Text has at most one NUL in as many bytes; UTF-16 of Latin letters has one in two."""
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".7z", ".lz4", ".br")
 _VISIBLE_LINE = re.compile(rb"[!-~]\n(?=[!-~])")
 _LINE = re.compile(rb"\n(?=.)", re.DOTALL)
@@ -196,7 +199,7 @@ def _read(path: str, start: int, count: int | None) -> bytes:
 def _decode(data: bytes, *, path: str, offset: int = 0) -> str:
     """The text of a file or a part of it, without the byte order mark of editors on Windows.
 
-    Raises DataError where it is not UTF-8, and for a NUL byte, which binary files and UTF-16 have and text has not.
+    Raises DataError where it is not UTF-8, and where NUL bytes are a part of it as large as in UTF-16 or a binary file.
     """
     suffix = PurePath(without_query(path)).suffix.lower()
     if suffix in _COMPRESSED:
@@ -204,15 +207,15 @@ def _decode(data: bytes, *, path: str, offset: int = 0) -> str:
             f"{path}: compressed text is read as .jsonl.gz or .jsonl.zst only. Decompress the file, or remove it from "
             "data.source."
         )
-    nul = data.find(b"\0")
+    nuls = data.count(b"\0")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         reason = f"byte {offset + error.start} is not UTF-8"
     else:
-        if nul < 0:
+        if nuls * _FEW_NULS <= len(data):
             return text.removeprefix("\ufeff") if offset == 0 else text
-        reason = f"byte {offset + nul} is NUL, as in UTF-16 or a binary file"
+        reason = f"{nuls} of {plural(len(data), 'byte')} are NUL, as in UTF-16 or a binary file"
     raise DataError(f"{path}: {reason}. Convert the file to UTF-8 or remove it from data.source.")
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ TRAINING_BYTES = 16 << 20
 # 256 bytes and the end-of-text token.
 _FIELD = "data.tokenizer"
 _MIN_ENTRIES = 257
+# Saving a tokenizer takes time and memory of its largest id, whether or not the ids before it are in use.
+_MOST_ENTRIES = 1 << 24
 _TRAINER_VERSION = 1
 
 _TOKENIZER_FILES = ("tokenizer*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.bpe", "tekken.json")
@@ -45,7 +48,7 @@ def load_or_train(section: DataSection, source: Source) -> "PreTrainedTokenizerB
 
 def bpe_entries(section: DataSection) -> int | None:
     """Return N of `bpe-N`, None for other tokenizers. Raises DataError if N is out of range."""
-    match = re.fullmatch(r"bpe-(\d+)", section.tokenizer)
+    match = re.fullmatch(r"bpe-([0-9]+)", section.tokenizer)
     if match is None:
         return None
     entries = int(match[1])
@@ -64,6 +67,12 @@ def load(section: DataSection) -> "PreTrainedTokenizerBase":
 
     name = section.tokenizer
     path = expanded(name)
+    if not path.exists() and name.startswith((".", "/", "~")):
+        reason = "there is no such directory"
+        raise DataError.of(_FIELD, name, reason, f"check the path (it is relative to {os.getcwd()})")
+    if path.exists() and not path.is_dir():
+        advice = "give the directory of tokenizer.save_pretrained, a hub name, or bpe-N"
+        raise DataError.of(_FIELD, name, "it is not a directory", advice)
     if path.is_dir() and not any(next(path.glob(pattern), None) for pattern in _TOKENIZER_FILES):
         advice = "give one made by tokenizer.save_pretrained, or bpe-N"
         raise DataError.of(_FIELD, name, "the directory has no tokenizer files", advice)
@@ -77,6 +86,10 @@ def load(section: DataSection) -> "PreTrainedTokenizerBase":
     if tokenizer.eos_token_id is None:
         reason = "it has no end-of-text token (eos_token), which separates documents"
         raise DataError.of(_FIELD, name, reason, "set tokenizer.eos_token and save it again, or use bpe-N")
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= _MOST_ENTRIES:
+        reason = f"it has the id {largest}, and ids below {_MOST_ENTRIES} are allowed"
+        raise DataError.of(_FIELD, name, reason, "repair its tokenizer.json, or use bpe-N")
     if section.format not in ("text", "pretokenized"):
         check_tokenizer(section, tokenizer)
     return tokenizer
