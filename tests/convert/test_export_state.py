@@ -453,6 +453,28 @@ def test_what_a_format_cannot_hold_is_one_line(
     assert message in capfd.readouterr().err
 
 
+def test_optimizers_of_experts_are_for_mixtures_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Megatron-Core has one optimizer for a dense model, whatever its expert-model-parallel-size."""
+    AutoModelForCausalLM.from_config(make_config("llama")).save_pretrained(tmp_path / "model")
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main(
+            [
+                "export",
+                str(tmp_path / "model"),
+                "-o",
+                str(tmp_path / "out"),
+                "--format",
+                "megatron",
+                "--expert-parallel",
+            ]
+        )
+    assert stopped.value.code == 2
+    error = capfd.readouterr().err
+    assert "model_type=llama: it has no experts, which --expert-parallel is for" in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_exported_run_has_a_model_card(make_recipe: Callable[..., Recipe], theirs: Path, tmp_path: Path) -> None:
     recipe = recipe_of(make_recipe, theirs)
     import_run(theirs, tmp_path / "ours", recipe)

@@ -30,6 +30,7 @@ from toolkit.convert.torchtitan_names import FAMILIES as TITAN_FAMILIES
 from toolkit.convert.torchtitan_names import torchtitan_map
 from toolkit.convert.training_state import MASTER
 from toolkit.convert.weight_map import StoredWeight, WeightMap, WeightPart, as_named
+from toolkit.errors import CheckpointError
 from toolkit.model_init.pretrained_weights import stored_weights
 from toolkit.parallel.shard import FullTensor
 
@@ -227,6 +228,10 @@ def _write_megatron(source: _Source, directory: Path, form: MegatronForm) -> Non
         is_local=form.is_local,
         vocabulary_rows=padded_rows(source.config.vocab_size, multiple=form.vocabulary_multiple),
     )
+    # Megatron-Core has a second optimizer only where a layer has experts, which have an index of their own.
+    if form.is_expert_parallel and all(len(weight.index) < 2 for weight in names.weights):
+        reason = "it has no experts, which --expert-parallel is for"
+        raise CheckpointError.of("model_type", source.config.model_type, reason, "omit --expert-parallel")
     boxes = list(_boxes(source, names, MASTER, ""))
     for kind in source.kinds:
         boxes += _boxes(source, names, kind, f"optimizer.state.{kind}.")
