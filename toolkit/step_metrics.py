@@ -7,10 +7,11 @@ import json
 import math
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, NonNegativeInt, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from toolkit.errors import ReportError
 from toolkit.files import first_problem
+from toolkit.units import LARGEST_COUNT
 
 
 def _nan_of_null(value: Any) -> Any:
@@ -70,7 +71,7 @@ class StepMetrics(BaseModel):
     `rewards/margins`, `rewards/accuracies`, `logps/chosen` and `logps/rejected`, and `kl` or `delta`; in nats."""
     slow_ranks: dict[str, Measured] | None = None
     """How many times as long as others a rank takes that these wait for, by rank, host and phase."""
-    margins: tuple[int, ...] | None = None
+    margins: tuple[Annotated[int, Field(ge=0, le=LARGEST_COUNT)], ...] | None = None
     """The pairs of the step by their margin of rewards, counted between MARGIN_EDGES."""
     batch: str | None = None
     """A hash of the step's samples and their order, equal in every layout."""

@@ -77,6 +77,13 @@ def scientific(value: float, digits: int = 1) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
+def format_loss(value: float) -> str:
+    """2.34567 -> '2.3457', 1e308 -> '1e+308': a loss that explodes has hundreds of digits without an exponent."""
+    if not math.isfinite(value):
+        return NOT_FINITE
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+
+
 def difference(value: float | None) -> str:
     """Format a relative difference with two digits, both of them printed so that columns line up: '1.0e-7'."""
     if value is None:

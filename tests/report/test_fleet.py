@@ -181,3 +181,8 @@ def test_an_option_that_would_do_nothing_is_refused(
         main(["report", "runs", *arguments])
     assert error.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_loss_that_explodes_keeps_its_column_narrow(make_run: MakeRun) -> None:
+    assert status_of(make_run("a", line(1, loss=1e308))).loss_text == "1e+308"
+    assert status_of(make_run("b", line(1, loss=999999.5))).loss_text == "999999.5000"

@@ -1,6 +1,7 @@
 """`dstk report`: what is read from a run directory, and what is refused."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -379,3 +380,42 @@ def test_the_load_of_experts_is_a_map_of_layers_over_steps(make_run: MakeRun) ->
 
 def test_a_dense_model_has_no_map_of_experts(make_run: MakeRun) -> None:
     assert 'id="experts"' not in page(make_run([line(step) for step in range(1, 4)]))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\ufeff" + json.dumps(line(1)) + "\n")
+    assert [step.step for step in read_metrics(path).steps] == [1]
+
+
+@pytest.mark.parametrize("loss", [1e308, 1e30])
+def test_losses_near_the_largest_number_have_a_page(make_run: MakeRun, loss: float) -> None:
+    text = page(make_run([line(1, loss=-loss), line(2, loss=loss), line(3, loss=loss), line(4, loss=loss)]))
+    assert re.search(r"\d{30}", text) is None
+    assert "Infinity" not in text
+
+
+@pytest.mark.parametrize("margins", [[-5] * 16, [10**400] * 16])
+def test_counts_of_margins_that_no_step_has_are_named(margins: list[int], tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(line(1, margins=margins)) + "\n")
+    with pytest.raises(ReportError, match=r"metrics.jsonl:1: not a step \(margins"):
+        read_metrics(path)
+
+
+def test_margins_with_other_edges_have_no_histogram(make_run: MakeRun) -> None:
+    assert margin_histogram(one(make_run([line(1, margins=[1, 2]), line(2, margins=[1, 2, 3])]))) is None
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "recipe.yaml"])
+def test_files_of_a_run_that_never_end_are_not_read(make_run: MakeRun, name: str) -> None:
+    folder = make_run([line(1)])
+    (folder / name).unlink(missing_ok=True)
+    if name == "events.jsonl":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).touch()
+        os.truncate(folder / name, 1 << 40)
+    run = one(folder)
+    assert run.incidents == ()
+    assert name == "events.jsonl" or "larger than" in run.recipe_trouble

@@ -21,6 +21,10 @@ LIGHT = {name: light for name, (light, _) in _PALETTE.items()}
 DARK = {name: dark for name, (_, dark) in _PALETTE.items()}
 COOL = ("cool0", "cool1", "cool2", "cool3", "cool4")
 WARM = ("warm0", "warm1", "warm2", "warm3")
+_LARGEST = 1e300
+"""Ends of an axis stay below this, so that its length is a finite number."""
+_MANY_DIGITS = 1e6
+"""Distance of ticks from which on their labels have an exponent."""
 DASHES: tuple[tuple[float, ...], ...] = ((), (6, 3), (2, 2.5), (9, 3, 2, 3))
 """Dash patterns that tell curves apart where colors repeat."""
 
@@ -94,6 +98,8 @@ def linear_axis(values: Iterable[float], *, numbers: Numbers, most: int = 5, fro
         spread = abs(high) * 0.1 or 1.0
         low = low - (0 if from_zero else spread)
         high = high + spread
+    low = max(low, -_LARGEST)
+    high = min(high, _LARGEST)
     margin = 0.06 * (high - low)
     low = low if from_zero and low == 0 else low - margin
     high = high + margin
@@ -132,6 +138,8 @@ def _labels(ticks: Sequence[float], size: float, numbers: Numbers) -> list[str]:
     if numbers == "count":
         return [format_count(round(tick, 9)) for tick in ticks]
     if numbers == "scientific":
+        return [scientific(tick, 2) if abs(tick) > size / 2 else "0" for tick in ticks]
+    if size >= _MANY_DIGITS:
         return [scientific(tick, 2) if abs(tick) > size / 2 else "0" for tick in ticks]
     digits = max(0, -math.floor(math.log10(size) + 1e-9))
     return [f"{tick:.{digits}f}" if abs(tick) > size / 2 else f"{0:.{digits}f}" for tick in ticks]
@@ -256,7 +264,8 @@ def running_mean(points: Sequence[Point], window: int) -> tuple[Point, ...]:
             continue
         known.append(value)
         recent = known[-window:]
-        means.append((step, sum(recent) / len(recent)))
+        mean = sum(recent) / len(recent)
+        means.append((step, mean if math.isfinite(mean) else None))
     return tuple(means)
 
 

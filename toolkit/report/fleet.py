@@ -17,7 +17,7 @@ from toolkit.files import expanded, open_regular, read_json_object
 from toolkit.report.page import check_replaceable, render
 from toolkit.report.recorded_run import incident_of
 from toolkit.step_metrics import StepMetrics
-from toolkit.units import NOT_FINITE, UNKNOWN, format_count, format_duration, plural
+from toolkit.units import UNKNOWN, format_count, format_duration, format_loss, plural
 
 if TYPE_CHECKING:  # rich is imported by the commands that print a table
     from rich.console import Group
@@ -64,7 +64,7 @@ class RunStatus:
     def loss_text(self) -> str:
         if self.loss is None:
             return UNKNOWN
-        return f"{self.loss:.4f}" if math.isfinite(self.loss) else NOT_FINITE
+        return format_loss(self.loss)
 
     @property
     def speed_text(self) -> str:

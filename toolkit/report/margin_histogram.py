@@ -32,7 +32,11 @@ class MarginHistogram:
 
 def margin_histogram(run: RecordedRun) -> MarginHistogram | None:
     """Return the histogram of a run; None where no step has margins of pairs."""
-    margins = {step.step: step.margins for step in run.log.steps if step.margins is not None and any(step.margins)}
+    margins = {
+        step.step: step.margins
+        for step in run.log.steps
+        if step.margins is not None and len(step.margins) == len(MARGIN_EDGES) + 1 and any(step.margins)
+    }
     if not margins:
         return None
     steps = list(margins)

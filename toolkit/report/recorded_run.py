@@ -28,6 +28,7 @@ from toolkit.files import (
 from toolkit.models.shape import ModelShape, families, find_config, with_overrides
 from toolkit.step_metrics import StepMetrics
 
+_MAX_RECIPE_BYTES = 1 << 20
 _WARM_UP = 2
 """First steps that the speed of a longer run excludes: they compile, allocate and warm caches."""
 
@@ -57,7 +58,7 @@ class TrainingLog:
 def read_metrics(path: Path) -> TrainingLog:
     """Read a metrics.jsonl. Raises ReportError with the number of a line that is not a step."""
     try:
-        text = read_regular(path, max_bytes=MAX_LOG_BYTES, follow=True).decode("utf-8", errors="replace")
+        text = read_regular(path, max_bytes=MAX_LOG_BYTES, follow=True).decode("utf-8-sig", errors="replace")
     except OSError as error:
         advice = "Give a run directory or a metrics.jsonl."
         raise ReportError(f"{path}: cannot be read ({reason_of(error)}). {advice}") from error
@@ -189,9 +190,11 @@ def _read(path: Path, *, label: str, gpu: hardware.Gpu | None) -> RecordedRun:
     text = ""
     file = folder / "recipe.yaml"
     if file.is_file():
-        text = file.read_text(encoding="utf-8", errors="replace")
         try:
+            text = read_regular(file, max_bytes=_MAX_RECIPE_BYTES, follow=True).decode("utf-8", errors="replace")
             recipe = load_recipe(file, stored=True)
+        except OSError as error:
+            trouble = f"{file}: {reason_of(error)}"
         except ToolkitError as error:
             trouble = error.problems[0]
     known = _object(folder / "environment.json").items()
@@ -253,10 +256,10 @@ def _shape(recipe: Recipe, folder: Path, checkpoints: Sequence[int]) -> ModelSha
 def _incidents(path: Path) -> Iterator[Incident]:
     """Read events.jsonl without malformed lines: the page does not validate the files of a run."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        content = read_regular(path, follow=True)
     except OSError:
         return
-    for line in lines:
+    for line in content.decode("utf-8", errors="replace").splitlines():
         incident = incident_of(line)
         if incident is not None:
             yield incident

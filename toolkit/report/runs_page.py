@@ -21,7 +21,16 @@ from toolkit.report.prediction import compare_with_plan, state_difference
 from toolkit.report.recorded_run import RecordedRun
 from toolkit.report.run_charts import dash, run_charts, tone
 from toolkit.report.schedule_picture import schedule_picture
-from toolkit.units import NOT_FINITE, UNKNOWN, english_list, format_bytes, format_count, format_duration, plural, ranges
+from toolkit.units import (
+    UNKNOWN,
+    english_list,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_loss,
+    plural,
+    ranges,
+)
 
 FILES = ("index.html",)
 
@@ -102,8 +111,8 @@ def figures(run: RecordedRun) -> dict[str, tuple[str, str]]:
     total = f" of {run.recipe.train.steps}" if run.recipe is not None else ""
     return {
         "steps": (f"{last.step}{total}", "finished" if run.finished else ""),
-        "loss": (f"{last.loss:.4f}" if math.isfinite(last.loss) else NOT_FINITE, f"at step {last.step}"),
-        "held-out loss": (f"{best[0]:.4f}", f"best, at step {best[1]}") if best else (UNKNOWN, ""),
+        "loss": (format_loss(last.loss), f"at step {last.step}"),
+        "held-out loss": (format_loss(best[0]), f"best, at step {best[1]}") if best else (UNKNOWN, ""),
         "tokens/s": (UNKNOWN, "") if speed is None else (format_count(speed), "all ranks"),
         "MFU": utilization,
         "peak memory": (UNKNOWN, "") if peak is None else (format_bytes(peak), "on rank 0"),
