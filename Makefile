@@ -68,12 +68,14 @@ test-needs: setup ## Install what tests are skipped without: Chromium, libaio, i
 test-skipped: test-needs ## Install what the last tests were skipped without, and run them
 	@if [ -s build/skipped.txt ]; then $(PYTEST) $(SKIPPED) @build/skipped.txt; else echo "no test was skipped"; fi
 
-# The matrix comes first: a page of its results is written even where a test fails.
+# All three commands run, whichever of them fails: a cell that failed loses its line on the page.
 test-all: check test-needs test-evaluation-needs ## The same with the whole regression matrix; writes docs/parity*.md
 	-$(BIN)/python tests/support/async_io.py
-	$(CPU) $(BIN)/python tests/parity/whole_matrix.py run
-	$(BIN)/python tests/parity/whole_matrix.py page
-	$(PYTEST) -m "not gpu"
+	@status=0; \
+	$(CPU) $(BIN)/python tests/parity/whole_matrix.py run || status=$$?; \
+	$(BIN)/python tests/parity/whole_matrix.py page || status=$$?; \
+	$(PYTEST) -m "not gpu" || status=$$?; \
+	exit $$status
 
 test-cluster: setup ## Hosts in network namespaces: launchers, a real Slurm, failures of links and hosts (as root)
 	.ci/install-packages cluster
