@@ -129,8 +129,14 @@ def test_a_removed_optimizer_is_an_error_with_the_reason(capsys: Output, name: s
         ),
         (("--model", "gpt9", *FLAGS[2:]), "it is neither a known shape nor a directory"),
         (("--model", "some-org/llama3-70b", *FLAGS[2:]), "Did you mean llama-3-70b?"),
-        ((*FLAGS, "--layout", "dp8-z3", "--offload-optimizer", "nvme"), "nothing says where the drive is mounted"),
-        ((*FLAGS, "--layout", "dp8-z2", "--quantized-weights"), "ZeRO++ is a part of ZeRO-3"),
+        (
+            (*FLAGS, "--layout", "dp8-z3", "--offload-optimizer", "nvme"),
+            "no --nvme-path with --offload-optimizer nvme: nothing says where the drive is mounted. Use --nvme-path a",
+        ),
+        (
+            (*FLAGS, "--layout", "dp8-z2", "--quantized-weights"),
+            "--quantized-weights with zero_stage=2: ZeRO++ is a part of ZeRO-3",
+        ),
         ((*FLAGS, "--optimizer", "adamw8bit", "--offload-optimizer", "cpu"), "without kernels"),
         ((RECIPE, "train.engine=ddp"), "takes no DeepSpeed config"),
         ((RECIPE, "--world-size", "8", "--micro", "48", "--global-batch", "100"), "100 is not a multiple of 48 x 8"),
@@ -175,11 +181,11 @@ def test_an_elastic_job_plans_at_each_start_and_resumes(capsys: Output) -> None:
 def test_conflicts_of_options_are_lines_that_name_the_options(capsys: Output) -> None:
     words = ("--grad-accum-dtype", "fp16", "--cpu-checkpointing")
     first, second = refusal(capsys, *FLAGS, *words).splitlines()
-    assert first.startswith("error: --grad-accum-dtype fp16 with precision=")
+    assert first.startswith("error: --grad-accum-dtype fp16 with --precision bf16: ")
     assert second.startswith("error: --cpu-checkpointing with")
     words = ("--layout", "dp8-z2", "--offload-params", "nvme", "--nvme-path", "/n")
     assert "with zero_stage=2: only ZeRO-3 shards parameters" in refusal(capsys, *FLAGS, *words)
-    assert "--grad-accum-dtype fp16 with precision=" in refusal(capsys, *FLAGS, "--grad-accum-dtype", "fp16")
+    assert "--grad-accum-dtype fp16 with --precision bf16: " in refusal(capsys, *FLAGS, "--grad-accum-dtype", "fp16")
 
 
 def test_all_writes_every_format(capsys: Output, tmp_path: Path) -> None:

@@ -202,9 +202,11 @@ def _check_shape(recipe: Recipe, layout: Layout) -> None:
 
 
 def _spell_option(field: str, value: Any) -> str:
-    """A setting as this command spells it."""
+    """A setting as this command spells it: by its option, or as a part of the layout."""
+    if field not in vars(PLAIN) and field not in _FIELDS:
+        return spell_setting(field, value)
     option = _SHORT.get(field, f"--{field}".replace("_", "-"))
-    return spell_setting(option if field in vars(PLAIN) else field, value)
+    return f"no {option}" if value is None else spell_setting(option, value)
 
 
 def flag_overrides(flags: Flags) -> list[str]:
