@@ -28,6 +28,7 @@ from toolkit.files import open_regular, printable, reason_of
 
 MAX_BYTES = 1 << 20
 _MAX_PROBLEMS = 100
+_COMMENT = re.compile(r"(?<=\s)#.*", re.DOTALL)
 _LAYOUT = -2
 """Sort key of problems that the layout sets, in the place of an override's index."""
 
@@ -270,6 +271,11 @@ class _Draft:
             return None
         if document.empty:
             return self._add(index, 0, 0, f"nothing follows the =. Write {key}=null to restore the default.")
+        plain = document.written[()].plain
+        if plain is not None and plain != text.strip() and (comment := _COMMENT.search(text)):
+            left_out = quote(comment[0])
+            message = f"{left_out} is a comment in YAML, which would be left out. Write the value in double quotes."
+            return self._add(index, 0, 0, message)
         section = self._section(names, index)
         if section is None:
             return None

@@ -55,6 +55,8 @@ PARQUET_SUFFIXES = (".parquet", ".pq", ".arrow")
 _MOST_OVERRIDES = 100
 """The most unknown fields of model.overrides that are listed."""
 _DIRECTORIES = ("run_dir", "checkpoint.url", "parallel.nvme_path")
+_MADE = ("run_dir", "data.cache_dir", "parallel.nvme_path")
+_VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
 _SWITCHES = {
     "train.eval_samples": "train.eval_every",
     "train.spike_window": "train.spike_sigmas",
@@ -154,6 +156,9 @@ def _impossible_names(recipe: Recipe) -> Iterator[Refusal]:
             reason = "there is no such user"
         if reason:
             yield Refusal.of(field, name, reason, "write another name")
+        elif field in _MADE and _VARIABLE.search(name):
+            reason = "variables of the environment are not replaced here, and a directory of this name would be made"
+            yield Refusal.of(field, name, reason, "let the shell replace it, or write the path")
 
 
 def _precision(recipe: Recipe) -> Iterator[Refusal]:
@@ -369,7 +374,7 @@ def _shape(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refusal]:
     """Check the model's vocabulary and positions against the tokenizer and the samples."""
     if shape is None:
         return
-    entries = re.fullmatch(r"bpe-(\d{1,9})", recipe.data.tokenizer)
+    entries = re.fullmatch(r"bpe-([0-9]{1,9})", recipe.data.tokenizer)
     if entries is not None and int(entries[1]) > shape.vocab:
         smaller: Setting = (_TOKENIZER, f"bpe-{shape.vocab} or less")
         reason = f"the model has a vocabulary of {shape.vocab}"

@@ -51,7 +51,7 @@ from toolkit.host_memory.filesystem import RUN_URL
 from toolkit.launch.environment import describe_environment
 from toolkit.launch.health.local_process import exit_calls
 from toolkit.parallel.gather import Names
-from toolkit.remote_files import RemotePath, advice_of
+from toolkit.remote_files import RemotePath, advice_of, is_url
 from toolkit.training.arguments import TrainOptions, unused_run_directory
 from toolkit.training.callback import Rollback
 from toolkit.training.checkpointing import BASE, EVENTS, METRICS, adapter_config, copy_records, save_small_files
@@ -104,6 +104,27 @@ def _check_unused(url: RemotePath) -> None:
         raise RunDirectoryError.of("checkpoint.url", str(url), reason, ("checkpoint.url", "another directory"), *advice)
 
 
+def _check_outside_data(recipe: Recipe, path: Path) -> None:
+    """Raise RunDirectoryError where the run's files would be text of the next run: below a directory of `data`."""
+    data = recipe.data
+    texts = [("data.source", data.source)]
+    for kind, corpora in (("sources", data.sources), ("validation", data.validation)):
+        texts += [(f"data.{kind}[{index}].path", text.path) for index, text in enumerate(corpora or ())]
+    for field, name in texts:
+        if name is None or is_url(name):
+            continue
+        folder = expanded(name)
+        is_saved_dataset = (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
+        inside = path.resolve()
+        if not folder.is_dir() or is_saved_dataset or not inside.is_relative_to(folder.resolve()):
+            continue
+        is_hidden = any(part.startswith(".") for part in inside.relative_to(folder.resolve()).parts)
+        if is_hidden:
+            continue
+        reason = f"it is in {field}={name}, whose files are all text, and the next run would read those of this one"
+        raise RunDirectoryError.of("run_dir", str(path), reason, _ANOTHER)
+
+
 class RunDirectory:
     """One run's files. Nothing is written before `claim`, and nothing by ranks other than 0."""
 
@@ -147,10 +168,12 @@ class RunDirectory:
             return cls(resume_dir, is_writer=is_writer, url=url)
         if recipe.run_dir is None:
             unused = unused_run_directory(options.name)
+            _check_outside_data(recipe, unused)
             return cls(unused, is_writer=is_writer, automatic_name=options.name, url=url)
         path = expanded(recipe.run_dir)
         if path.exists() and not path.is_dir():
             raise RunDirectoryError.of("run_dir", recipe.run_dir, "it is not a directory", _ANOTHER)
+        _check_outside_data(recipe, path)
         is_run = (path / "metrics.jsonl").exists()
         # A run that ended before its first checkpoint left nothing but its metrics: a job script starts it again.
         may_replace = options.overwrite or continues_url or (options.resume == AUTO and not (path / "model").exists())
