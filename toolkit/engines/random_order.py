@@ -66,15 +66,17 @@ def _let_follow(graph: torch.fx.Graph, node: torch.fx.Node, earlier: torch.fx.No
         reason = f"{node.target} draws numbers in a decoder layer, in an order that no compiler keeps"
         raise ModelError.of("train.compile", True, reason, ("train.compile", False))
     # A copy is recomputed where its draw is.
-    kept = {name: node.meta[name] for name in ("recompute", "ac_graph_id", "partitioner_tag") if name in node.meta}
+    recomputation = {
+        name: node.meta[name] for name in ("recompute", "ac_graph_id", "partitioner_tag") if name in node.meta
+    }
     with graph.inserting_before(node):
         if not _is_tensor(earlier):
             values = earlier.meta["val"]
             place = next(i for i, value in enumerate(values) if isinstance(value, torch.Tensor))
             earlier = graph.call_function(operator.getitem, (earlier, place))
-            earlier.meta = kept | {"val": values[place]}
+            earlier.meta = recomputation | {"val": values[place]}
         copy = graph.call_function(torch.ops.dstk.draw_after.default, (taken, earlier))
-    copy.meta = kept | {"val": torch.empty_like(taken.meta["val"])}
+    copy.meta = recomputation | {"val": torch.empty_like(taken.meta["val"])}
     node.args = tuple(copy if each is taken else each for each in node.args)
 
 
