@@ -226,6 +226,28 @@ def test_a_damaged_cache_says_what_to_delete(name, text):
         built(text)
 
 
+def test_a_cache_with_json_nested_too_deeply_says_what_to_delete(text):
+    folder = built(text).path
+    (folder / "meta.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=f"Delete {folder}"):
+        built(text)
+
+
+def test_a_cache_with_a_pipe_is_not_read(text):
+    folder = built(text).path
+    (folder / "train.bin").unlink()
+    os.mkfifo(folder / "train.bin")
+    with pytest.raises(DataError, match=r"train.bin is not a regular file"):
+        built(text)
+
+
+def test_a_cache_with_a_damaged_tokenizer_says_what_to_delete(text):
+    corpus = built(text)
+    (corpus.tokenizer_dir / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match=f"Delete {corpus.path}"):
+        corpus.tokenizer()
+
+
 def test_a_cache_directory_that_cannot_be_written_is_named(text, tmp_path):
     (tmp_path / "file").touch()
     with refused(DataError, "data.cache_dir"):

@@ -44,7 +44,7 @@ from toolkit.data.tokens.shard import TOKENIZER, TokenShard, write_shard
 from toolkit.data.tokens.stop_tokens import generation_stops
 from toolkit.data.tokens.tokenizer_pool import TokenizerJob
 from toolkit.errors import DataError
-from toolkit.files import cache_folder, expanded, published
+from toolkit.files import cache_folder, expanded, published, read_json_object, reason_of
 from toolkit.remote_files import is_url, without_query
 
 if TYPE_CHECKING:
@@ -116,7 +116,11 @@ class TokenCorpus:
         return self.path / TOKENIZER
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        return tokenizers.open_saved(self.tokenizer_dir)
+        try:
+            return tokenizers.open_saved(self.tokenizer_dir)
+        except Exception as error:
+            advice = f"Delete {self.path} to rebuild it."
+            raise DataError(f"{self.path}: damaged token cache ({reason_of(error)}). {advice}") from None
 
     def tokens(self, split: Split) -> NDArray[Any]:
         if not self.token_count(split):
@@ -334,8 +338,10 @@ def open_cache(folder: Path) -> TokenCorpus:
     """Open a token cache. Raises DataError if it is damaged."""
     advice = f"Delete {folder} to rebuild it."
     try:
-        meta: dict[str, Any] = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        corpus = TokenCorpus(path=folder, **meta)
+        corpus = TokenCorpus(path=folder, **read_json_object(folder / "meta.json"))
+        for path in folder.iterdir():
+            if not (path.is_file() or path.is_dir()):
+                raise OSError(f"{path.name} is not a regular file")
         for split in SPLITS:
             length = len(corpus.tokens(split))
             if length != corpus.token_count(split) or length != corpus.document_offsets(split)[-1]:
@@ -343,5 +349,5 @@ def open_cache(folder: Path) -> TokenCorpus:
             if corpus.trained_tokens is not None and len(corpus.trained(split)) != length:
                 raise DataError(f"{folder / f'{split}{TRAINED_SUFFIX}'}: not as long as {split}.bin. {advice}")
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{folder}: damaged token cache ({error}). {advice}") from None
+        raise DataError(f"{folder}: damaged token cache ({reason_of(error)}). {advice}") from None
     return corpus
