@@ -29,6 +29,7 @@ from toolkit.cli.main import main
 from toolkit.config import dump_recipe
 from toolkit.config.recipe import Recipe
 from toolkit.convert.distributed_checkpoint import DistributedCheckpoint
+from toolkit.convert.distributed_writer import Box, write_distributed
 from toolkit.convert.export_model import export_checkpoint
 from toolkit.convert.export_state import export_state
 from toolkit.convert.import_run import import_run
@@ -451,6 +452,29 @@ def test_what_a_format_cannot_hold_is_one_line(
         main(["export", str(tmp_path / "model"), "-o", str(tmp_path / "out"), *arguments])
     assert stopped.value.code == 2
     assert message in capfd.readouterr().err
+
+
+def test_weights_are_read_beside_buckets_of_several_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-Core's own default (dp_reshardable) for a mixture, whose experts have an optimizer of their own."""
+
+    def write_with_buckets(directory: Path, boxes: list[Box], objects: Mapping[str, Any]) -> None:
+        bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0"
+        buckets = [
+            Box(key=f"chained_{number}.{bucket}.exp_avg", shape=(8,), dtype=torch.float32, value=lambda: torch.ones(8))
+            for number in (0, 1)
+        ]
+        write_distributed(directory, [*boxes, *buckets], objects)
+
+    config = make_config("mixtral")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("toolkit.convert.export_state.write_distributed", write_with_buckets)
+    export_state(tmp_path / "model", tmp_path / "theirs", form="megatron")
+    step = find_step(tmp_path / "theirs")
+    assert step is not None
+    state = open_step(step, config)
+    assert state.kinds == ()
+    assert any("stored by buckets of a layout (dp_reshardable)" in notice for notice in state.notices)
+    assert state.read(MASTER, "model.norm.weight").shape == (config.hidden_size,)
 
 
 def test_optimizers_of_experts_are_for_mixtures_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

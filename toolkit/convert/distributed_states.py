@@ -39,9 +39,12 @@ _TITAN_STEP = re.compile(r"step-([0-9]+)")
 _EMBEDDINGS = {"megatron": "embedding.word_embeddings.weight", "torchtitan": "tok_embeddings.weight"}
 _MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 """Prefixes of Megatron-Core's fp32 weights: fully reshardable, and of other optimizers."""
-_BUCKETS = "optimizer.distributed.dp_group_idx_"
-_CHAINED = re.compile(r"chained_[0-9]+\.(?=optimizer\.)")
-"""What stands before the states of each of several optimizers: experts have one of their own."""
+_BUCKETS = re.compile(r"(chained_[0-9]+\.)?optimizer\.distributed\.dp_group_idx_")
+_CHAINED = re.compile(r"chained_[0-9]+\.(?=optimizer\.state\.)")
+"""What stands before the states of each of several optimizers: experts have one of their own.
+
+States are of a parameter each, so that no two have one name without it; buckets of several optimizers do.
+"""
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.(.+)\.(lr|betas|eps|weight_decay)")
 _SUFFIX = ".distcp"
 _RANK_FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")
@@ -234,7 +237,7 @@ def _megatron(step: Path, checkpoint: DistributedCheckpoint, config: Config, sha
             f"its vocabulary was padded from {config.vocab_size} to {rows} rows, which took part in its loss; here "
             "they are left out, so that the loss becomes slightly smaller"
         )
-    is_by_bucket = any(key.startswith(_BUCKETS) for key in (*checkpoint.tensors, *checkpoint.objects))
+    is_by_bucket = any(_BUCKETS.match(key) for key in (*checkpoint.tensors, *checkpoint.objects))
     if not prefixes and is_by_bucket:
         notices.append(
             "its optimizer is stored by buckets of a layout (dp_reshardable), which is not read; save with "
