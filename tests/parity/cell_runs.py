@@ -114,6 +114,10 @@ class Baseline:
             wrong.append(f"{trained.replicas_compared} replicas of parameters were compared")
         if self.clip and min(self.run.curve.grad_norms) <= self.clip:
             wrong.append(f"a step of the baseline is not clipped: {min(self.run.curve.grad_norms)}")
+        if len(trained.batches) != len(self.run.batches):
+            wrong.append(
+                f"samples of {len(trained.batches)} steps are known, and {len(self.run.batches)} of the baseline"
+            )
         if not self._has_validation_loss(trained.eval_loss):
             wrong.append(f"the validation loss is {trained.eval_loss}, and {self.run.eval_loss} of the baseline")
         return Outcome(

@@ -168,12 +168,12 @@ class ContextCell:
 
 def context_cells() -> Iterator[ContextCell]:
     """Every strategy with every family and kind of data."""
-    cells = product(STRATEGIES, FAMILIES, DATA)
-    for number, ((strategy, exchanges), family, data) in enumerate(cells):
+    pairs = list(product(FAMILIES, DATA))
+    for (turn, (strategy, exchanges)), (number, (family, data)) in product(enumerate(STRATEGIES), enumerate(pairs)):
         has_experts = "moe" in family
         if ("ep2" in strategy and not has_experts) or not keeps_apart(family, data):
             continue
-        exchange = exchanges[number % len(exchanges)]
+        exchange = exchanges[(turn + number) % len(exchanges)]
         yield ContextCell(strategy=strategy, family=family, data=data, exchange=exchange, steps=LONG_STEPS)
     for strategy, data in product(TILED, DATA):
         yield ContextCell(strategy=strategy, data=data, exchange="gather", steps=LONG_STEPS, is_tiled=True)

@@ -6,7 +6,7 @@ docs/parity-layouts.md from them. A cell that failed loses its line, and so does
 
 import csv
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Self
@@ -74,14 +74,17 @@ def read_record(path: Path) -> dict[str, Line]:
     return {line.cell: line for line in lines}
 
 
-def updated(record: Mapping[str, Line], runs: Sequence[CellRun], results: Iterable[Result]) -> dict[str, Line]:
-    """Return the record with new results, in the order of `runs`, of cells that are as they were run."""
+def updated(record: Mapping[str, Line], runs: Sequence[CellRun], results: Sequence[Result]) -> dict[str, Line]:
+    """Return the record with new results, in the order of `runs`, of cells that are as they were run.
+
+    A cell that failed and has passed since, in whichever shard, has passed.
+    """
     lines = dict(record)
+    passed = {result.cell: Line.of(result) for result in results if not result.outcome.failure}
     for result in results:
         if result.outcome.failure:
             lines.pop(result.cell, None)
-        else:
-            lines[result.cell] = Line.of(result)
+    lines |= passed
     return {
         name: lines[name]
         for run in runs

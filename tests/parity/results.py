@@ -109,11 +109,12 @@ class Result:
 
 @cache
 def digest_of_recipes(run: CellRun) -> str:
-    """Hash the recipes of a cell and of its baseline, steps included, and not where their files are."""
+    """Hash the recipes of a cell and of its baseline, and the configs written for them, and not where these are."""
     with TemporaryDirectory() as folder:
         text = Text(corpus=Path(folder) / "documents.jsonl", cache=Path(folder) / "cache")
         recipes = (run.cell.recipe(text, steps=run.steps), run.cell.mathematics.recipe(text, steps=run.steps))
         described = "".join(recipe.model_dump_json() for recipe in recipes).replace(folder, "")
+        described += "".join(path.read_text() for path in sorted(text.models.rglob("config.json")))
     return hashlib.sha256(described.encode()).hexdigest()[:12]
 
 

@@ -8,6 +8,7 @@ import record
 from cell_runs import CellRun, Outcome
 from context_cells import ContextCell
 from results import Result, State
+from suites import MATRIX
 
 STATE = State(commit="abc", code="def", has_changes=False, versions="torch 2")
 RUNS = [CellRun(cell=ContextCell(strategy="cp2-z1", family=family), steps=30) for family in ("gpt2", "llama")]
@@ -36,6 +37,12 @@ def test_a_cell_that_fails_loses_its_line(lines: dict[str, record.Line]) -> None
     assert list(record.updated(lines, RUNS, [result(first, failure="differs")])) == [str(second.cell)]
 
 
+def test_a_cell_that_has_passed_since_keeps_its_line(lines: dict[str, record.Line]) -> None:
+    first, _ = RUNS
+    results = [result(first, loss=5e-7), result(first, failure="differs")]
+    assert record.updated(lines, RUNS, results)[str(first.cell)].loss == 5e-7
+
+
 def test_a_newer_result_replaces_its_line(lines: dict[str, record.Line]) -> None:
     first, second = RUNS
     newer = record.updated(lines, RUNS, [result(first, loss=5e-7)])
@@ -62,3 +69,9 @@ def test_the_page_says_how_many_cells_of_a_strategy_were_run(
     text = record.write_page({"context": {}}, tmp_path / "page.md").read_text()
     assert "None of 2 cells was run." in text
     assert "| cp2-z1 | fp32 | 0 of 2 |  |  |  |  |" in text
+
+
+def test_the_committed_page_is_that_of_the_committed_records(tmp_path: Path) -> None:
+    records = {name: record.read_record(record.RECORDS / f"{name}.csv") for name in record.SUITES if name != MATRIX}
+    assert all(records.values())
+    assert record.write_page(records, tmp_path / "page.md").read_text() == record.PAGE.read_text()

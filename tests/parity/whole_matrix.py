@@ -72,7 +72,9 @@ def write_pages() -> None:
     for name, suite in SUITES.items():
         if name != MATRIX:
             path = record.RECORDS / f"{name}.csv"
-            records[name] = record.updated(record.read_record(path), suite.runs(), read_results(state.folder(name)))
+            records[name] = record.updated(
+                record.read_record(path), suite.runs(), list(read_results(state.folder(name)))
+            )
             record.write_record(path, records[name])
     print(f"wrote {record.write_page(records)}")
     print(f"wrote {page.write_page(state, SUITES[MATRIX].runs())}")
