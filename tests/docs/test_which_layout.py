@@ -27,6 +27,7 @@ def estimate(model: str, options: str, capsys: pytest.CaptureFixture[str]) -> An
     return json.loads(printed.out)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("row", ROWS, ids=[" ".join(row[:2]).replace("`", "") for row in ROWS])
 def test_a_row_is_what_the_command_prints(row: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     model, options, gib, micro, simpler, because = row

@@ -51,6 +51,7 @@ WATCHED = ("gpt_oss", "qwen3_moe")
 """Mixtures, whose routers are watched here, which breaks graphs; not so in tests/engines/test_compiled_layers.py."""
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("backend", "cell"),
     [
