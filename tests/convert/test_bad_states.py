@@ -81,11 +81,8 @@ def looping(name: str) -> Damage:
     """A link that leads to itself."""
 
     def damage(folder: Path) -> None:
+        removed(name)(folder)
         path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
         path.symlink_to(path.name)
 
     return damage
