@@ -65,6 +65,11 @@ class Line:
         )
 
 
+def path_of(suite: str) -> Path:
+    """Return the path of the record of a suite."""
+    return RECORDS / f"{suite}.csv"
+
+
 def read_record(path: Path) -> dict[str, Line]:
     """Read the lines of a suite, by cell."""
     if not path.exists():

@@ -72,5 +72,5 @@ def test_the_page_says_how_many_cells_of_a_strategy_were_run(
 
 
 def test_the_committed_page_is_that_of_the_committed_records(tmp_path: Path) -> None:
-    records = {name: record.read_record(record.RECORDS / f"{name}.csv") for name in record.SUITES if name != MATRIX}
+    records = {name: record.read_record(record.path_of(name)) for name in record.SUITES if name != MATRIX}
     assert record.write_page(records, tmp_path / "page.md").read_text() == record.PAGE.read_text()

@@ -2,9 +2,11 @@
 
     python tests/parity/whole_matrix.py run
     python tests/parity/whole_matrix.py run --suite schedules --shard 2/4
+    python tests/parity/whole_matrix.py run --suite schedules --unrecorded
     python tests/parity/whole_matrix.py page
 
 `run` writes a line for each cell to build/parity, resumes after an interruption, and exits with 1 if a cell failed.
+With `--unrecorded` it leaves out cells that have a line in tests/parity/records, of whichever commit.
 `page` writes docs/parity-layouts.md, and docs/parity.md once all cells of the matrix have passed with this state of the
 code.
 """
@@ -37,12 +39,21 @@ def shard_of(runs: list[CellRun], number: int, shards: int) -> list[CellRun]:
     return [run for run in runs if run.baseline in own]
 
 
-def run(suite: str, number: int, shards: int, cores: int) -> int:
+def without_recorded(suite: str, runs: list[CellRun]) -> list[CellRun]:
+    """Return the runs whose cells have no line in the record, or one of other recipes."""
+    lines = record.read_record(record.path_of(suite))
+    recorded = {(line.cell, line.recipes) for line in lines.values()}
+    return [run for run in runs if (str(run.cell), digest_of_recipes(run)) not in recorded]
+
+
+def run(suite: str, number: int, shards: int, cores: int, *, unrecorded: bool) -> int:
     """Train the missing cells of a shard of a suite; return how many failed."""
     state = State.now()
     folder = state.folder(suite)
     folder.mkdir(parents=True, exist_ok=True)
     runs = shard_of(SUITES[suite].runs(), number, shards)
+    if unrecorded:
+        runs = without_recorded(suite, runs)
     passed = {(result.cell, result.recipes) for result in read_results(folder) if not result.outcome.failure}
     missing = [run for run in runs if (str(run.cell), digest_of_recipes(run)) not in passed]
     print(f"{suite}: {len(runs)} cells, {len(runs) - len(missing)} passed before; results in {folder}", flush=True)
@@ -71,7 +82,7 @@ def write_pages() -> None:
     records = {}
     for name, suite in SUITES.items():
         if name != MATRIX:
-            path = record.RECORDS / f"{name}.csv"
+            path = record.path_of(name)
             records[name] = record.updated(
                 record.read_record(path), suite.runs(), list(read_results(state.folder(name)))
             )
@@ -88,13 +99,14 @@ def main() -> int:
     run_parser.add_argument("--suite", choices=SUITES, help="one of them; default: all")
     run_parser.add_argument("--shard", default="1/1", help="which part, as 2/4")
     run_parser.add_argument("--cores", type=int, default=3 * len(os.sched_getaffinity(0)), help="ranks at a time")
+    run_parser.add_argument("--unrecorded", action="store_true", help="only cells that the record does not have")
     commands.add_parser("page")
     arguments = parser.parse_args()
     if arguments.command == "run":
         number, shards = map(int, arguments.shard.split("/"))
         become_rank_parent()
         suites = [arguments.suite] if arguments.suite else list(SUITES)
-        failed = [run(suite, number, shards, arguments.cores) for suite in suites]
+        failed = [run(suite, number, shards, arguments.cores, unrecorded=arguments.unrecorded) for suite in suites]
         return 1 if any(failed) else 0
     try:
         write_pages()
