@@ -9,12 +9,16 @@ from allocations import SavedForBackward
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.config.layout import Recompute
+from toolkit.engines import compiled_layers
+from toolkit.engines.compiled_layers import CompiledLayers
 from toolkit.model_init import offload_activations
 from toolkit.model_init.model_modules import decoder_layers
 from toolkit.model_init.recompute import recompute
 from toolkit.parallel.tiny_model import tiny_config
 
 LAYERS = 5
+SMALLEST_OF_ACTIVATIONS = 5057
+"""Bytes: above a state of the random generator, which compiled layers save as well."""
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +52,29 @@ def gradients(model: PreTrainedModel) -> Iterator[torch.Tensor]:
 def test_gradients_are_the_same_to_the_bit(recomputed: Recompute) -> None:
     offloaded, plain = (gradients(model_of(recomputed, offload=offload)) for offload in (True, False))
     assert all(torch.equal(one, other) for one, other in zip(offloaded, plain, strict=True))
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_compiled_layers_share_a_graph_and_have_the_same_gradients(
+    recomputed: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As layers that are compiled and not offloaded."""
+    monkeypatch.setattr(compiled_layers, "_OPTIONS", {"backend": "aot_eager"})
+    results = []
+    for offload in (True, False):
+        model = model_of(recomputed, offload=offload)
+        compiled = CompiledLayers(model)
+        results.append(list(gradients(model)))
+        assert compiled.facts() == {"layers": LAYERS, "graphs": 1, "graph_breaks": {}}
+    assert all(torch.equal(offloaded, plain) for offloaded, plain in zip(*results, strict=True))
+
+
+def test_a_compiled_layer_sends_what_its_graph_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_activations, "SMALLEST_BYTES", SMALLEST_OF_ACTIVATIONS)
+    monkeypatch.setattr(compiled_layers, "_OPTIONS", {"backend": "aot_eager"})
+    model = model_of("full")
+    CompiledLayers(model)
+    assert sent_by(model) == (LAYERS - 1) * 4 * 16 * model.config.hidden_size * 4
 
 
 def sent_by(model: PreTrainedModel) -> int:

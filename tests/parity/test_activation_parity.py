@@ -90,13 +90,17 @@ def train_each(recipes: Sequence[Recipe]) -> list[Any]:
     return found
 
 
-def check_offload(strategy: str, text: Text, ranks: Ranks, *, precision: str, lora: bool = False, steps: int) -> None:
+def check_offload(
+    strategy: str, text: Text, ranks: Ranks, *, precision: str, steps: int, lora: bool = False, compiles: bool = False
+) -> None:
     recipes, kind, family = [], *((MixtureCell, "mixtral") if "ep2" in strategy else (Cell, "llama"))
     for suffix in ("", "-offacts"):
         one = cell(f"{strategy}{suffix}", family, kind, precision=precision, accumulation=4)
         recipe = one.recipe(text, steps=steps)
         small = recipe.model.overrides | {"num_hidden_layers": 4}
-        recipes.append(recipe.changed({"model": {"overrides": small, "lora": LoraSection(r=4) if lora else None}}))
+        lora_section = LoraSection(r=4) if lora else None
+        model_section = {"overrides": small, "lora": lora_section}
+        recipes.append(recipe.changed({"model": model_section, "train": {"compile": compiles}}))
     found = ranks(train_each, one.ranks, recipes)
     for (*without, nothing), (*offloaded, _) in found:
         assert nothing == 0
@@ -123,3 +127,13 @@ def test_nor_over_thirty_steps_in_bf16(strategy: str, text: Text, ranks: Ranks) 
 @pytest.mark.parametrize("strategy", ["dp2-z3", "tp2-z1", "dp2-z0-recompute"])
 def test_nor_beside_adapters(strategy: str, text: Text, ranks: Ranks) -> None:
     check_offload(strategy, text, ranks, precision="bf16", lora=True, steps=3)
+
+
+COMPILED = ["dp2-z3-recompute", "tp2-pp2-z1-sp", "dp2-z0", "pp2-z0-recompute", "u2-z1", "dp2-ep2-z1"]
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("strategy", COMPILED)
+def test_nor_where_layers_are_compiled(strategy: str, text: Text, ranks: Ranks) -> None:
+    check_offload(strategy, text, ranks, precision="fp32", steps=3, compiles=True)

@@ -354,13 +354,11 @@ def _offload_settings(recipe: Recipe) -> Iterator[Refusal]:
 
 def _activation_settings(recipe: Recipe) -> Iterator[Refusal]:
     """Refuse to keep fewer activations in ways that do not work in a compiled layer or on a gathered sequence."""
-    for name in ("offload_activations", "tiled_mlp"):
-        field = f"parallel.{name}"
-        if recipe.train.compile and recipe.value_of(field):
-            reason = "it works on what eager layers save, and compiled ones save other tensors"
-            remedy = ((field, False), ("train.compile", False))
-            yield recipe.conflict(field, "train.compile", reason=reason, remedy=remedy)
     field = "parallel.tiled_mlp"
+    if recipe.train.compile and recipe.parallel.tiled_mlp:
+        reason = "its backward pass computes each tile again with other tensors in the place of the weights"
+        remedy = ((field, False), ("train.compile", False))
+        yield recipe.conflict(field, "train.compile", reason=reason, remedy=remedy)
     gathers = "parallel.sequence_parallel"
     if recipe.parallel.tiled_mlp and recipe.parallel.sequence_parallel:
         reason = (

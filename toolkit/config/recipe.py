@@ -303,7 +303,7 @@ class TrainSection(Section):
     """`deepspeed`; `reference` is plain PyTorch in one process; `ddp` and `fsdp` are PyTorch's, through accelerate."""
     compile: bool = False
     """Compile each decoder layer with torch.compile; equal layers share the compiled code. Not with `tiled_mlp`,
-    `offload_activations`, parameters on NVMe and Liger's kernels."""
+    parameters on NVMe and Liger's kernels."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """Reaction to a loss or gradient that is not finite, which never reaches the weights: `stop` the run with a
     checkpoint, `skip` the step, or `rollback` to the last checkpoint and continue with later samples."""

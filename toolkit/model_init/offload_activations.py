@@ -3,7 +3,8 @@
 Every decoder layer runs under saved-tensor hooks. When it ends, the storages that autograd saved are copied to pinned
 memory on a stream of their own, while the next layer computes; behind that the device's copies are dropped. In the
 backward pass the first use of anything of a layer waits for what is on its way, and starts the copies of the layer
-before. Under recomputation a layer saves its input alone. On a CPU the same copies are made, one after the other.
+before. Under recomputation a layer saves its input alone, and a compiled layer what its backward graph takes. On a CPU
+the same copies are made, one after the other.
 
 Only bytes are moved, so results are the same to the bit. What stays: parameters and their views, what several layers
 read (masks, rotary tables), small tensors, and all of the last layer, whose backward pass comes first.
@@ -33,22 +34,28 @@ _CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0")
 def offload_activations(model: PreTrainedModel) -> None:
     """Keep what the decoder layers of `model` save for their backward pass in host memory."""
     layers = decoder_layers(model)
-    transfers = HostTransfers()
     local_layers = [layer for layer in layers if not isinstance(layer, NonLocalLayer)]
+    if not local_layers:
+        return
+    transfers = HostTransfers(first=local_layers[0], resident=layers[-1])
+    # Python looks `__call__` up on the class, so only another class can run a layer with all its hooks inside; a module
+    # around the layer would change the names of its parameters. Layers of one class share one, and so a compiled graph.
+    classes = {family: _offloaded_class(family, transfers) for family in dict.fromkeys(map(type, local_layers))}
     for layer in local_layers:
-        _run_under_hooks(layer, transfers, is_first=layer is local_layers[0], stays=layer is layers[-1])
+        layer.__class__ = classes[type(layer)]
 
 
-def _run_under_hooks(layer: nn.Module, transfers: "HostTransfers", *, is_first: bool, stays: bool) -> None:
-    family = type(layer)
+def _offloaded_class(family: type[nn.Module], transfers: "HostTransfers") -> type[nn.Module]:
+    """Return a subclass of a decoder layer's class that runs the layer under saved-tensor hooks."""
 
     def call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled():
             return family.__call__(module, *arguments, **keywords)
         hidden = hidden_argument(arguments, keywords)
         shared = (value for value in tree_leaves((arguments, keywords)) if value is not hidden)
-        resident = _storages((*module.parameters(), *module.buffers(), *shared))
-        saved = _LayerPass(transfers, None if is_first else transfers.last, resident, stays=stays)
+        storages = _storages((*module.parameters(), *module.buffers(), *shared))
+        before = None if module is transfers.first else transfers.last
+        saved = _LayerPass(transfers, before, storages, stays=module is transfers.resident)
         transfers.last = saved
         try:
             with saved_tensors_hooks(saved.pack, _unpack):
@@ -56,9 +63,7 @@ def _run_under_hooks(layer: nn.Module, transfers: "HostTransfers", *, is_first: 
         finally:  # a pipeline stage leaves its last layer by an exception
             saved.leave()
 
-    # Python looks `__call__` up on the class, so only another class can run a layer with all its hooks inside; a module
-    # around the layer would change the names of its parameters.
-    layer.__class__ = type(f"{family.__name__}Offloaded", (family,), {"__call__": call, TRANSFERS: transfers})
+    return type(f"{family.__name__}Offloaded", (family,), {"__call__": call, TRANSFERS: transfers})
 
 
 def _storages(values: Iterable[Any]) -> set[int]:
@@ -72,7 +77,10 @@ class HostTransfers:
     bytes_sent = 0
     """Bytes that were sent to the host, since the beginning."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, first: nn.Module, resident: nn.Module) -> None:
+        """`first` and `resident`: the first layer on this rank, and the model's last, whose activations all stay."""
+        self.first = first
+        self.resident = resident
         self.last: _LayerPass | None = None
         """The pass of the latest layer in a forward pass; None before the first."""
         self.leaving: _LayerPass | None = None
