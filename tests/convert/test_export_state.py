@@ -50,7 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": WIDE | {"num_local_experts": 4},
     "qwen3_moe": WIDE | {"num_experts": 4, "moe_intermediate_size": 24},
 }
-FORMATS = ("dcp", "megatron", "universal")
+FORMATS = ("dcp", "titan-hf", "megatron", "universal")
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")
 STEP = 4
 Truth = dict[str, dict[str, torch.Tensor]]

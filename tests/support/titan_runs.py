@@ -1,7 +1,8 @@
 """Checkpoints as torchtitan writes them: its modules and names of Llama 3 and Qwen 3, trained by FSDP2, and the losses.
 
 torchtitan itself is not installed. Its Llama turns pairs of neighboring features as complex numbers, its Qwen 3 the two
-halves of a head.
+halves of a head. Other families are as in its `transformers_modeling_backend`: the model of transformers in a module,
+with blocks of experts of torchtitan's.
 """
 
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from trainer_runs import samples_of
+from transformers import AutoModelForCausalLM
 
 from toolkit.config.recipe import Recipe
 from toolkit.engines.optimizer import learning_rate
@@ -39,10 +41,10 @@ class Attention(nn.Module):
         super().__init__()
         self.width = config.head_dim
         self.group = config.num_attention_heads // config.num_key_value_heads
-        self.turns_halves = config.model_type == "qwen3"
+        self.turns_halves = config.model_type != "llama"
         self.qkv_linear = QueryKeyValue(config)
         self.wo = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
-        if config.model_type == "qwen3":
+        if self.turns_halves:
             self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
@@ -92,19 +94,103 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(hidden)) * self.w3(hidden))
 
 
+class GroupedExperts(nn.Module):
+    """The weights of all experts of a layer: E experts of width F, D features."""
+
+    def __init__(self, *, experts: int, width: int, features: int) -> None:
+        super().__init__()
+        self.w1_EFD = nn.Parameter(torch.empty(experts, width, features))
+        self.w2_EDF = nn.Parameter(torch.empty(experts, features, width))
+        self.w3_EFD = nn.Parameter(torch.empty(experts, width, features))
+
+    def forward(self, hidden: torch.Tensor, expert: int) -> torch.Tensor:
+        gate, up = hidden @ self.w1_EFD[expert].T, hidden @ self.w3_EFD[expert].T
+        return (F.silu(gate) * up) @ self.w2_EDF[expert].T
+
+
+class RoutedExperts(nn.Module):
+    """What torchtitan computes between sending tokens to experts and collecting them."""
+
+    def __init__(self, *, experts: int, width: int, features: int) -> None:
+        super().__init__()
+        self.inner_experts = GroupedExperts(experts=experts, width=width, features=features)
+
+    def forward(self, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """`weights`: [tokens, experts], zero where a token does not go to an expert."""
+        parts = [weights[:, expert, None] * self.inner_experts(hidden, expert) for expert in range(weights.shape[-1])]
+        return torch.stack(parts).sum(0)
+
+
+class Router(nn.Module):
+    """Softmax over all experts, of which each token takes the best."""
+
+    def __init__(self, config: Any, *, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, experts, bias=False)
+        self.best = config.num_experts_per_tok
+        self.normalizes = getattr(config, "norm_topk_prob", True)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(hidden).float().softmax(-1)
+        best, places = scores.topk(self.best, dim=-1)
+        if self.normalizes:
+            best = best / best.sum(-1, keepdim=True)
+        return torch.zeros_like(scores).scatter(-1, places, best)
+
+
+class MixtureBlock(nn.Module):
+    """torchtitan's MoE, with the bias of its balancing, which stays zero here."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        experts = getattr(config, "num_experts", None) or config.num_local_experts
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        self.router = Router(config, experts=experts)
+        self.routed_experts = RoutedExperts(experts=experts, width=width, features=config.hidden_size)
+        self.register_buffer("expert_bias_E", torch.zeros(experts))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        flat = hidden.flatten(0, 1)
+        return self.routed_experts(flat, self.router(flat)).view_as(hidden)
+
+
+class BackendModel(nn.Module):
+    """A model of transformers as the backend holds it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        for layer in self.layers:
+            if hasattr(layer.mlp, "experts"):
+                layer.mlp = MixtureBlock(config)
+        initialize(self)
+
+    @property
+    def layers(self) -> Any:
+        return self.model.model.layers
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
+        return logits
+
+
 class Block(nn.Module):
     """A layer."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.attention = Attention(config)
-        self.feed_forward = FeedForward(config)
+        if config.model_type == "qwen3_moe":
+            self.moe = MixtureBlock(config)
+        else:
+            self.feed_forward = FeedForward(config)
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), angles)
-        return hidden + self.feed_forward(self.ffn_norm(hidden))
+        block = self.moe if hasattr(self, "moe") else self.feed_forward
+        return hidden + block(self.ffn_norm(hidden))
 
 
 class Decoder(nn.Module):
@@ -118,9 +204,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(layer): Block(config) for layer in range(config.num_hidden_layers)})
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
+        initialize(self)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rates = 1.0 / self.theta ** (torch.arange(0, self.width, 2).float() / self.width)
@@ -131,13 +215,25 @@ class Decoder(nn.Module):
         return self.lm_head(self.norm(hidden))
 
 
+def initialize(model: nn.Module) -> None:
+    """Draw all matrices."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02)
+
+
+def model_of(config: Any) -> Any:
+    """Return the model that torchtitan has of a family, or that of its backend."""
+    return Decoder(config) if config.model_type in ("llama", "qwen3", "qwen3_moe") else BackendModel(config)
+
+
 def train_with_titan(folder: str, recipe: Recipe, saved_step: int) -> list[float]:
     """Train with FSDP2, save `step-N` before a step; return the losses of all steps. A collective call."""
     torch.manual_seed(0)
-    model = Decoder(load_config(recipe.model))
+    model = model_of(load_config(recipe.model))
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
-    for layer in model.layers.values():
+    for layer in model.layers.values() if isinstance(model, Decoder) else model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]

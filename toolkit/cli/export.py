@@ -49,10 +49,11 @@ def describe(written: "WrittenDirectory", *details: str) -> str:
 @click.option(
     "--format",
     "format_",
-    type=click.Choice(["hf", "dcp", "megatron", "universal"]),
+    type=click.Choice(["hf", "dcp", "titan-hf", "megatron", "universal"]),
     default="hf",
     show_default=True,
-    help="Hugging Face, or weights and moments for torchtitan (dcp), Megatron-Core or DeepSpeed.",
+    help="Hugging Face, or weights and moments for torchtitan (dcp; titan-hf for its transformers_modeling_backend), "
+    "Megatron-Core or DeepSpeed.",
 )
 @click.option(
     "--pad-vocabulary",

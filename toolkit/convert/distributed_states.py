@@ -2,7 +2,7 @@
 
     Trainer, accelerate   pytorch_model_fsdp_0/ and optimizer_0/, with FSDP1 and FSDP2 (SHARDED_STATE_DICT); what one
                           rank gathered (FULL_STATE_DICT) is read by gathered_states.py
-    torchtitan            step-N/, its own names of Llama and Qwen 3
+    torchtitan            step-N/, its own names of Llama and Qwen 3, or those of its transformers_modeling_backend
     Megatron-Core         iter_000000N/, `torch_dist`, with a distributed optimizer (fully_reshardable) or any other
     anything else         a directory with Hugging Face's names, plain or under `model.`
 
@@ -24,7 +24,7 @@ from toolkit.convert.distributed_checkpoint import INDEX, DistributedCheckpoint
 from toolkit.convert.gathered_states import WEIGHTS as GATHERED
 from toolkit.convert.gathered_states import open_gathered
 from toolkit.convert.megatron_names import LAYERS, megatron_map
-from toolkit.convert.torchtitan_names import torchtitan_map
+from toolkit.convert.torchtitan_names import EXPERT_BIASES, backend_map, torchtitan_map
 from toolkit.convert.training_state import MASTER, TrainingState, count_of, one_too_many
 from toolkit.convert.weight_map import Config, ShapeError, Shapes, StoredWeight, WeightMap, as_named
 from toolkit.files import printable, read_json_object, read_regular
@@ -35,6 +35,8 @@ _MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
 _MEGATRON_FILE = "common.pt"
 _MEGATRON_BACKEND = "metadata.json"
 _MEGATRON_FORMAT = "torch_dist"
+_STATES = "optimizer.state."
+"""What stands before a parameter's key among the states of an optimizer."""
 _TITAN_STEP = re.compile(r"step-([0-9]+)")
 _EMBEDDINGS = {"megatron": "embedding.word_embeddings.weight", "torchtitan": "tok_embeddings.weight"}
 _MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
@@ -109,8 +111,32 @@ def open_state(step: Path, config: Config, shapes: Shapes) -> TrainingState:
         checkpoint.drop_prefix(_CHAINED)
         return _megatron(step, checkpoint, config, shapes)
     if _EMBEDDINGS["torchtitan"] in checkpoint.tensors:
-        return _named(step, checkpoint, torchtitan_map(config, shapes), shapes)
+        return _named(step, checkpoint, torchtitan_map(config, shapes), shapes, notices=_expert_biases(checkpoint))
+    backend = backend_map(shapes)
+    if _is_of_backend(checkpoint, backend):
+        return _named(step, checkpoint, backend, shapes, notices=_expert_biases(checkpoint))
     return _named(step, checkpoint, as_named(list(shapes), "PyTorch (DCP)"), shapes)
+
+
+def _is_of_backend(checkpoint: DistributedCheckpoint, names: WeightMap) -> bool:
+    """Whether torchtitan's `transformers_modeling_backend` wrote it.
+
+    An application that keeps its model as `model` stores weights under the same names, and their moments under others.
+    """
+    routed = next((weight for weight in names.weights if weight.index), None)
+    if routed is not None:
+        return routed.key in checkpoint.tensors or routed.alias in checkpoint.tensors
+    moments = (f"{_STATES}{weight.key}.{kind}" for weight in names.weights for kind in STATE_KINDS)
+    return any(key in checkpoint.tensors for key in moments)
+
+
+def _expert_biases(checkpoint: DistributedCheckpoint) -> tuple[str, ...]:
+    """Say that the biases of torchtitan's routers are left out, where one is not zero."""
+    for key in checkpoint.tensors:
+        if key.rpartition(".")[2] in EXPERT_BIASES and checkpoint.read(key).any():
+            problem = f"{key} is not zero: torchtitan balanced its experts by biases, which are left out"
+            return (f"{printable(problem)}, so that tokens go to other experts than there",)
+    return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +183,13 @@ def _fsdp(step: Path, shapes: Shapes) -> TrainingState:
     return _with_adam(step, names, shapes, _Source(checkpoint=weights, before=before), optimizer)
 
 
-def _named(step: Path, checkpoint: DistributedCheckpoint, names: WeightMap, shapes: Shapes) -> TrainingState:
+def _named(
+    step: Path, checkpoint: DistributedCheckpoint, names: WeightMap, shapes: Shapes, notices: tuple[str, ...] = ()
+) -> TrainingState:
     before = _prefix(checkpoint, [names.stored(name)[0].key for name in names.parameters])
     _check_layers(checkpoint, names, before)
-    return _with_adam(step, names, shapes, _Source(checkpoint=checkpoint, before=before), checkpoint)
+    source = _Source(checkpoint=checkpoint, before=before)
+    return _with_adam(step, names, shapes, source, checkpoint, notices=notices)
 
 
 def _check_layers(checkpoint: DistributedCheckpoint, names: WeightMap, before: str) -> None:
@@ -179,22 +208,37 @@ def _prefix(checkpoint: DistributedCheckpoint, keys: Any) -> str:
 
 
 def _with_adam(
-    step: Path, names: WeightMap, shapes: Shapes, weights: _Source, optimizer: DistributedCheckpoint | None
+    step: Path,
+    names: WeightMap,
+    shapes: Shapes,
+    weights: _Source,
+    optimizer: DistributedCheckpoint | None,
+    *,
+    notices: tuple[str, ...] = (),
 ) -> TrainingState:
     """A state whose optimizer is as torch.distributed.checkpoint.state_dict names it: `optimizer.state.NAME.KIND`."""
     sources = {MASTER: weights}
     if optimizer is not None:
         for kind in STATE_KINDS:
-            sources[kind] = _Source(checkpoint=optimizer, before="optimizer.state.", after=f".{kind}")
+            sources[kind] = _Source(checkpoint=optimizer, before=_STATES, after=f".{kind}")
     updates = _updates(optimizer, names, shapes)
-    return _described(step, names, shapes, sources, optimizer, step_number=_step(step, optimizer), updates=updates)
+    return _described(
+        step,
+        names,
+        shapes,
+        sources,
+        optimizer,
+        step_number=_step(step, optimizer),
+        updates=updates,
+        notices=notices,
+    )
 
 
 def _updates(optimizer: DistributedCheckpoint | None, names: WeightMap, shapes: Shapes) -> int | None:
     if optimizer is None:
         return None
     for name in shapes:
-        source = _Source(checkpoint=optimizer, before="optimizer.state.", after=".step")
+        source = _Source(checkpoint=optimizer, before=_STATES, after=".step")
         weight = names.stored(name)[0]
         if source.has(weight):
             key = source.key(weight)

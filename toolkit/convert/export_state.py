@@ -1,6 +1,7 @@
 """Export of whole training states: a checkpoint with its optimizer, as other programs write theirs.
 
-    dcp        PyTorch's distributed checkpoint format: as torchtitan names Llama and Qwen 3, else Hugging Face's names
+    dcp        PyTorch's distributed checkpoint format: as torchtitan names Llama and Qwen 3, else as transformers does
+    titan-hf   the same format as torchtitan's `transformers_modeling_backend` names the models of transformers
     megatron   Megatron-Core's `torch_dist`, with the optimizer as the fully reshardable distributed optimizer saves it
     universal  a universal checkpoint of DeepSpeed
 
@@ -10,6 +11,7 @@ Weights are the fp32 ones that the optimizer updates; tensors are read, changed 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from toolkit.convert.import_weights import model_on_meta, model_shapes, read_aut
 from toolkit.convert.megatron_names import megatron_map, padded_rows
 from toolkit.convert.megatron_states import MegatronForm, common_state, extra_states, has_scheduler
 from toolkit.convert.torchtitan_names import FAMILIES as TITAN_FAMILIES
-from toolkit.convert.torchtitan_names import torchtitan_map
+from toolkit.convert.torchtitan_names import backend_map, torchtitan_map
 from toolkit.convert.training_state import MASTER
 from toolkit.convert.weight_map import StoredWeight, WeightMap, WeightPart, as_named
 from toolkit.errors import CheckpointError
@@ -60,11 +62,14 @@ class _Source:
         return self._full(kind, name).clone()
 
     def part(self, kind: str, part: WeightPart) -> torch.Tensor:
-        """The part of a parameter that is stored by itself: an expert, or all of it."""
+        """The part of a parameter that is stored by itself: an expert, rows of one, or all of it."""
         if not part.index:
             return self.value(kind, part.name)
-        (place,) = part.index
-        return self._full(kind, part.name).narrow(0, place, 1)[0].clone()
+        (expert,) = part.index
+        weight = self._full(kind, part.name).narrow(0, expert, 1)[0]
+        if part.rows is not None:
+            weight = weight.narrow(0, part.rows.start, len(part.rows))
+        return weight.clone()
 
     def mapped(self, name: str) -> torch.Tensor:
         """A weight in its stored dtype, mapped from its file where it is stored by this name."""
@@ -141,13 +146,15 @@ def export_state(path: Path, destination: Path, *, form: str, megatron: Megatron
         converted = _converted(selected.path, config, shapes)
     kinds = tuple(kind for kind in _KINDS if all(reader.has(kind, name) for name in shapes))
     source = _Source(reader=reader, config=config, shapes=shapes, kinds=kinds, converted=converted)
-    write = {"dcp": _write_dcp, "universal": _write_universal}.get(form)
+    writers: dict[str, Callable[[_Source, Path], None]] = {
+        "dcp": _write_dcp,
+        "titan-hf": partial(_write_dcp, is_backend=True),
+        "megatron": partial(_write_megatron, form=megatron),
+        "universal": _write_universal,
+    }
     nbytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * 4 * (1 + len(kinds))
     with new_directory(destination, nbytes=nbytes) as directory:
-        if write is None:
-            _write_megatron(source, directory, megatron)
-        else:
-            write(source, directory)
+        writers[form](source, directory)
         write_config(directory, read_config(selected.path, follow=True), "float32")
         copy_small_files(selected.path, directory, follow=selected.is_weights_only)
         files = sum(file.is_file() for file in directory.rglob("*"))
@@ -155,7 +162,7 @@ def export_state(path: Path, destination: Path, *, form: str, megatron: Megatron
     notices = selected.notices
     if not kinds:
         notices = (*notices, "there are no moments of Adam: weights alone")
-    elif write is None and source.recipe and not has_scheduler(source.recipe):
+    elif form == "megatron" and source.recipe and not has_scheduler(source.recipe):
         name = source.recipe["schedule"]["name"]
         problem = f"Megatron-LM has no schedule like {name}"
         notices = (*notices, f"{problem}: choose one of its own by its flags, with --override-opt_param-scheduler")
@@ -178,7 +185,7 @@ def _boxes(source: _Source, names: WeightMap, kind: str, before: str, after: str
     sizes = names.leading_sizes()
     for weight in names.weights:
         with torch.device("meta"):
-            parts = [torch.empty(source.shapes[part.name][len(part.index) :]) for part in weight.parts]
+            parts = [torch.empty(part.shape(source.shapes[part.name])) for part in weight.parts]
             shape = tuple(weight.fuse(parts).shape)
         yield Box(
             key=f"{before}{weight.key}{after}",
@@ -196,9 +203,13 @@ def _value(source: _Source, kind: str, weight: StoredWeight) -> Callable[[], tor
     return value
 
 
-def _write_dcp(source: _Source, directory: Path) -> None:
-    is_titan = source.config.model_type in TITAN_FAMILIES
-    names = torchtitan_map(source.config, source.shapes) if is_titan else as_named(list(source.shapes), "Hugging Face")
+def _write_dcp(source: _Source, directory: Path, *, is_backend: bool = False) -> None:
+    if is_backend:
+        names = backend_map(source.shapes)
+    elif source.config.model_type in TITAN_FAMILIES:
+        names = torchtitan_map(source.config, source.shapes)
+    else:
+        names = as_named(list(source.shapes), "Hugging Face")
     boxes = list(_boxes(source, names, MASTER, ""))
     objects: dict[str, Any] = {}
     for kind in source.kinds:
@@ -220,7 +231,7 @@ def _scalar(key: str, value: torch.Tensor) -> Box:
     return Box(key=key, shape=(), dtype=value.dtype, value=lambda: value)
 
 
-def _write_megatron(source: _Source, directory: Path, form: MegatronForm) -> None:
+def _write_megatron(source: _Source, directory: Path, *, form: MegatronForm) -> None:
     names = megatron_map(
         source.config,
         source.shapes,

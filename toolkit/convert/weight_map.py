@@ -1,9 +1,9 @@
 """WeightMap: how another program stores the parameters of a Hugging Face model, in both directions.
 
 A stored tensor may hold a parameter as it is, transposed, or padded; several parameters fused into one (query, key and
-value; gate and up); or a part of one (an expert). Each `StoredWeight` says which parameters are in one box of a stored
-tensor, and two functions that are each other's inverse: `split` on the way in, `fuse` on the way out. All of them only
-move values, so that a round trip keeps every bit, of weights as of optimizer states.
+value; gate and up); or a part of one (an expert, or its gate). Each `StoredWeight` says which parameters are in one box
+of a stored tensor, and two functions that are each other's inverse: `split` on the way in, `fuse` on the way out. All
+of them only move values, so that a round trip keeps every bit, of weights as of optimizer states.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +17,22 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPart:
-    """A parameter, or the part of it at `index` of its first dimensions (an expert)."""
+    """A parameter, or the part of it at `index` of its first dimensions (an expert), or `rows` of that (its gate)."""
 
     name: str
     index: tuple[int, ...] = ()
+    rows: range | None = None
+
+    @property
+    def place(self) -> tuple[int | slice, ...]:
+        """The index of the part in the parameter."""
+        return self.index if self.rows is None else (*self.index, slice(self.rows.start, self.rows.stop))
+
+    def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the part of a parameter that has a shape."""
+        if self.rows is None:
+            return parameter[len(self.index) :]
+        return (len(self.rows), *parameter[len(self.index) + 1 :])
 
 
 def _only(values: Tensors) -> torch.Tensor:
@@ -49,8 +61,8 @@ class WeightMap:
         self.weights = tuple(weights)
         self._of: dict[str, list[tuple[StoredWeight, int]]] = {}
         for weight in self.weights:
-            for place, part in enumerate(weight.parts):
-                self._of.setdefault(part.name, []).append((weight, place))
+            for number, part in enumerate(weight.parts):
+                self._of.setdefault(part.name, []).append((weight, number))
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -71,19 +83,19 @@ class WeightMap:
     def read(self, name: str, shape: tuple[int, ...], stored: Callable[[StoredWeight], torch.Tensor]) -> torch.Tensor:
         """A full parameter in fp32, out of the stored weights that `stored` reads. Raises ShapeError."""
         out: torch.Tensor | None = None
-        for weight, place in self._of[name]:
-            index = weight.parts[place].index
+        for weight, number in self._of[name]:
+            part = weight.parts[number]
             box = stored(weight)
             try:
-                value = weight.split(box)[place]
+                value = weight.split(box)[number]
             except RuntimeError:
                 raise ShapeError(weight.key, tuple(box.shape), name, shape) from None
-            if tuple(value.shape) != shape[len(index) :]:
+            if tuple(value.shape) != part.shape(shape):
                 raise ShapeError(weight.key, tuple(box.shape), name, shape)
-            if not index:
+            if not part.place:
                 return value.to(torch.float32, copy=True).contiguous()
             out = torch.empty(shape, dtype=torch.float32) if out is None else out
-            out[index].copy_(value)
+            out[part.place].copy_(value)
         assert out is not None
         return out
 
