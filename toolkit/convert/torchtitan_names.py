@@ -53,7 +53,7 @@ _INSIDE = {
 
 
 _EXPERTS = "routed_experts.inner_experts"
-"""Where a block of torchtitan's has the weights of its experts."""
+"""The place of the weights of experts in a block of torchtitan's."""
 _OLD_EXPERTS = "experts"
 
 
