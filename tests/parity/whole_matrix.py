@@ -83,10 +83,9 @@ def write_pages() -> None:
     for name, suite in SUITES.items():
         if name != MATRIX:
             path = record.path_of(name)
-            records[name] = record.updated(
-                record.read_record(path), suite.runs(), list(read_results(state.folder(name)))
-            )
-            record.write_record(path, records[name])
+            results = list(read_results(state.folder(name)))
+            record.write_record(path, record.updated(record.read_record(path), suite.runs(), results))
+            records[name] = record.read_record(path)  # as rounded in the file
     print(f"wrote {record.write_page(records)}")
     print(f"wrote {page.write_page(state, SUITES[MATRIX].runs())}")
 
