@@ -2,8 +2,9 @@
 
 python docs/generate_override_fields.py
 
-Read from the config classes of the installed transformers: each class's own fields and their other names, the fields of
-configs inside it, and the keys of its rotary embedding.
+Read from the config classes of the installed transformers: each class's own fields and their other names, those that
+the family's modules read without the class declaring them, the fields of configs inside it, and the keys of its rotary
+embedding.
 """
 
 import contextlib
@@ -25,6 +26,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from toolkit.models.override_fields import PATH
 
+_READ_FIELD = re.compile(r"getattr\((?:self\.)?config, \"([a-z]\w*)\"")
+"""A field that a module reads whether or not its config class declares it: qwen3_moe's head_dim."""
 _ROPE_KEY = re.compile(r"rope_(?:parameters|scaling|params)(?:\[layer_type\])?(?:\.get\(|\[)[\"'](\w+)[\"']")
 
 
@@ -56,7 +59,8 @@ def add(
     """Add the entry of one config class, and those of the configs inside it; keys without words are left out."""
     config = config_class()
     own = field_names(config)
-    entry: dict[str, Any] = {"fields": words(own - shared)}
+    read_fields = set(_READ_FIELD.findall(_sources(config_class, "modeling_")))
+    entry: dict[str, Any] = {"fields": words(own - shared), "undeclared": words(read_fields - own - shared)}
     if "rope_parameters" in own:
         defaults = config.rope_parameters or {}
         labels = {*(getattr(config, "_rope_type_labels", None) or getattr(config, "layer_types", None) or ())}
@@ -111,12 +115,15 @@ def words(names: Iterable[str]) -> str:
 
 def _rope_keys_read(config_class: type[PreTrainedConfig]) -> set[str]:
     """The keys of `rope_parameters` that the family's own code reads."""
+    return set(_ROPE_KEY.findall(_sources(config_class, "configuration_", "modeling_")))
+
+
+def _sources(config_class: type[PreTrainedConfig], *prefixes: str) -> str:
+    """The text of the modules of a family whose file names begin so."""
     package = config_class.__module__.rpartition(".")[0]
-    sources = []
-    for path in sorted(importlib.resources.files(package).iterdir(), key=str):
-        if path.name.startswith(("configuration_", "modeling_")) and path.name.endswith(".py"):
-            sources.append(path.read_text(encoding="utf-8"))
-    return set(_ROPE_KEY.findall("\n".join(sources)))
+    files = sorted(importlib.resources.files(package).iterdir(), key=str)
+    selected = [file for file in files if file.name.startswith(prefixes) and file.name.endswith(".py")]
+    return "\n".join(file.read_text(encoding="utf-8") for file in selected)
 
 
 def encoded(content: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from toolkit.config import load_recipe
 from toolkit.errors import RecipeError
@@ -45,13 +46,18 @@ def test_every_field_of_every_named_shape_may_be_overridden() -> None:
         assert refusals(config, **overrides) == [], name
 
 
-def test_a_field_that_only_the_config_has_may_be_overridden() -> None:
-    """The layers of qwen3_moe read a head_dim that its config class does not declare."""
+def test_a_field_that_layers_read_and_their_config_class_does_not_declare_may_be_overridden() -> None:
     config = find_config("qwen3-30b-a3b")
     assert config is not None
+    assert not hasattr(AutoConfig.for_model("qwen3_moe"), "head_dim")
     assert refusals(config, head_dim=64) == []
     (refusal,) = refusals({"model_type": "qwen3_moe"}, head_dim=64)
     assert "the config of qwen3_moe has no such field" in refusal
+
+
+def test_a_field_of_a_config_that_no_code_reads_is_refused() -> None:
+    (refusal,) = refusals({"model_type": "gpt2", "n_ctx": 1024}, n_ctx=512)
+    assert "the config of gpt2 has no such field" in refusal
 
 
 ROPE: list[tuple[str, dict[str, Any], str]] = [

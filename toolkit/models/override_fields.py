@@ -25,11 +25,12 @@ _ROPE_SPELLINGS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 def unknown_overrides(
     config: Mapping[str, Any], overrides: Mapping[str, Any], known: Iterable[str] = (), *, path: str = "model.overrides"
 ) -> Iterator[Refusal]:
-    """Refuse every override that neither the model's config nor its class has, nested ones too.
+    """Refuse every override that the model's config class does not have, nested ones too.
 
-    Layers may read a field that their config class does not declare: those of qwen3_moe read `head_dim`. `known` are
-    the fields of a class that the table does not have: one of another version of transformers, or of a model's own
-    code. Without them, nothing is known of such a class, and nothing is refused.
+    A field that the class does not declare may be overridden where the model's own config has it and the family's
+    modules read it: `head_dim` of Qwen3 30B-A3B. `known` are the fields of a class that the table does not have: one of
+    another version of transformers, or of a model's own code. Without them, nothing is known of such a class, and
+    nothing is refused.
     """
     if not overrides:
         return
@@ -37,9 +38,9 @@ def unknown_overrides(
     table = _table()
     entry: dict[str, Any] = {} if "auto_map" in config else table["families"].get(model_type, {})
     fields = [*table["shared"].split(), *entry["fields"].split()] if entry else list(known)
-    undeclared = config.keys() - set(_ROPE_SPELLINGS)
+    fields += [name for name in entry.get("undeclared", "").split() if name in config]
     for name, value in overrides.items() if fields else ():
-        if name not in fields and name not in undeclared:
+        if name not in fields:
             family = CONFIG_SCHEMAS.get(model_type)
             meant = family.spelling.get(FACT_OF.get(name, "")) if family else None
             if name in _ROPE_SPELLINGS and "rope_parameters" in fields:
