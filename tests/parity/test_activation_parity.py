@@ -81,31 +81,35 @@ def bytes_sent(engine: Engine) -> int:
 
 def train_each(recipes: Sequence[Recipe]) -> list[Any]:
     """On every rank: all that there is of each run, to the bit, and bytes that went to the host."""
-    found = []
+    results = []
     for recipe in recipes:
         with fresh_ranks():
             run = train_in_memory(recipe, bytes_sent)
-        curve, parameters = run.curve, run.parameters.items()
-        found.append((curve.losses, curve.grad_norms, {k: v.tobytes() for k, v in parameters}, run.inspected))
-    return found
+        parameters = {name: value.tobytes() for name, value in run.parameters.items()}
+        results.append((run.curve.losses, run.curve.grad_norms, parameters, run.inspected))
+    return results
 
 
 def check_offload(
     strategy: str, text: Text, ranks: Ranks, *, precision: str, steps: int, lora: bool = False, compiles: bool = False
 ) -> None:
-    recipes, kind, family = [], *((MixtureCell, "mixtral") if "ep2" in strategy else (Cell, "llama"))
+    has_experts = "ep2" in strategy
+    kind = MixtureCell if has_experts else Cell
+    family = "mixtral" if has_experts else "llama"
+    recipes = []
     for suffix in ("", "-offacts"):
-        one = cell(f"{strategy}{suffix}", family, kind, precision=precision, accumulation=4)
-        recipe = one.recipe(text, steps=steps)
-        small = recipe.model.overrides | {"num_hidden_layers": 4}
-        lora_section = LoraSection(r=4) if lora else None
-        model_section = {"overrides": small, "lora": lora_section}
+        trained_cell = cell(f"{strategy}{suffix}", family, kind, precision=precision, accumulation=4)
+        recipe = trained_cell.recipe(text, steps=steps)
+        model_section = {
+            "overrides": recipe.model.overrides | {"num_hidden_layers": 4},
+            "lora": LoraSection(r=4) if lora else None,
+        }
         recipes.append(recipe.changed({"model": model_section, "train": {"compile": compiles}}))
-    found = ranks(train_each, one.ranks, recipes)
-    for (*without, nothing), (*offloaded, _) in found:
-        assert nothing == 0
+    results = ranks(train_each, trained_cell.ranks, recipes)
+    for (*without, bytes_without), (*offloaded, _) in results:
+        assert bytes_without == 0
         assert offloaded == without
-    assert max(offloaded[-1] for _, offloaded in found) > 0  # a last stage may have a single layer, which stays
+    assert max(offloaded[-1] for _, offloaded in results) > 0  # a last stage may have a single layer, which stays
 
 
 @pytest.mark.timeout(600)

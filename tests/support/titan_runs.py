@@ -1,8 +1,8 @@
 """Checkpoints as torchtitan writes them: its modules and names of Llama 3 and Qwen 3, trained by FSDP2, and the losses.
 
 torchtitan itself is not installed. Its Llama turns pairs of neighboring features as complex numbers, its Qwen 3 the two
-halves of a head. Other families are as in its `transformers_modeling_backend`: the model of transformers in a module,
-with blocks of experts of torchtitan's.
+halves of a head. Other families are as in its `transformers_modeling_backend`: the model of transformers inside another
+module, with torchtitan's blocks in the place of those with experts.
 """
 
 from pathlib import Path
@@ -104,7 +104,8 @@ class GroupedExperts(nn.Module):
         self.w3_EFD = nn.Parameter(torch.empty(experts, width, features))
 
     def forward(self, hidden: torch.Tensor, expert: int) -> torch.Tensor:
-        gate, up = hidden @ self.w1_EFD[expert].T, hidden @ self.w3_EFD[expert].T
+        gate = hidden @ self.w1_EFD[expert].T
+        up = hidden @ self.w3_EFD[expert].T
         return (F.silu(gate) * up) @ self.w2_EDF[expert].T
 
 
@@ -116,30 +117,30 @@ class RoutedExperts(nn.Module):
         self.inner_experts = GroupedExperts(experts=experts, width=width, features=features)
 
     def forward(self, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`weights`: [tokens, experts], zero where a token does not go to an expert."""
+        """Return the sum of the experts' outputs; `weights`: [tokens, experts], zero for experts not chosen."""
         parts = [weights[:, expert, None] * self.inner_experts(hidden, expert) for expert in range(weights.shape[-1])]
         return torch.stack(parts).sum(0)
 
 
 class Router(nn.Module):
-    """Softmax over all experts, of which each token takes the best."""
+    """Softmax over all experts; a token is routed to those with the highest scores."""
 
     def __init__(self, config: Any, *, experts: int) -> None:
         super().__init__()
         self.gate = nn.Linear(config.hidden_size, experts, bias=False)
-        self.best = config.num_experts_per_tok
+        self.experts_per_token = config.num_experts_per_tok
         self.normalizes = getattr(config, "norm_topk_prob", True)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         scores = self.gate(hidden).float().softmax(-1)
-        best, places = scores.topk(self.best, dim=-1)
+        top_scores, experts = scores.topk(self.experts_per_token, dim=-1)
         if self.normalizes:
-            best = best / best.sum(-1, keepdim=True)
-        return torch.zeros_like(scores).scatter(-1, places, best)
+            top_scores = top_scores / top_scores.sum(-1, keepdim=True)
+        return torch.zeros_like(scores).scatter(-1, experts, top_scores)
 
 
 class MixtureBlock(nn.Module):
-    """torchtitan's MoE, with the bias of its balancing, which stays zero here."""
+    """A block with experts, whose router has a bias to balance them, which stays zero here."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -160,13 +161,13 @@ class BackendModel(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        for layer in self.layers:
+        for layer in self.blocks:
             if hasattr(layer.mlp, "experts"):
                 layer.mlp = MixtureBlock(config)
         initialize(self)
 
     @property
-    def layers(self) -> Any:
+    def blocks(self) -> Any:
         return self.model.model.layers
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -206,6 +207,10 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         initialize(self)
 
+    @property
+    def blocks(self) -> Any:
+        return self.layers.values()
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rates = 1.0 / self.theta ** (torch.arange(0, self.width, 2).float() / self.width)
         angles = torch.outer(torch.arange(ids.shape[1]).float(), rates)
@@ -222,8 +227,8 @@ def initialize(model: nn.Module) -> None:
             nn.init.normal_(parameter, std=0.02)
 
 
-def model_of(config: Any) -> Any:
-    """Return the model that torchtitan has of a family, or that of its backend."""
+def model_of(config: Any) -> Decoder | BackendModel:
+    """Return torchtitan's own model of a family, or where it has none, that of its backend."""
     return Decoder(config) if config.model_type in ("llama", "qwen3", "qwen3_moe") else BackendModel(config)
 
 
@@ -233,7 +238,7 @@ def train_with_titan(folder: str, recipe: Recipe, saved_step: int) -> list[float
     model = model_of(load_config(recipe.model))
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
-    for layer in model.layers.values() if isinstance(model, Decoder) else model.layers:
+    for layer in model.blocks:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]

@@ -119,7 +119,7 @@ def open_state(step: Path, config: Config, shapes: Shapes) -> TrainingState:
 
 
 def _is_of_backend(checkpoint: DistributedCheckpoint, names: WeightMap) -> bool:
-    """Whether torchtitan's `transformers_modeling_backend` wrote it.
+    """Whether torchtitan's `transformers_modeling_backend` wrote a checkpoint; `names` is its map of the model.
 
     An application that keeps its model as `model` stores weights under the same names, and their moments under others.
     """
@@ -131,11 +131,11 @@ def _is_of_backend(checkpoint: DistributedCheckpoint, names: WeightMap) -> bool:
 
 
 def _expert_biases(checkpoint: DistributedCheckpoint) -> tuple[str, ...]:
-    """Say that the biases of torchtitan's routers are left out, where one is not zero."""
+    """Return a notice that the biases of torchtitan's routers are left out, where one is not zero."""
     for key in checkpoint.tensors:
         if key.rpartition(".")[2] in EXPERT_BIASES and checkpoint.read(key).any():
             problem = f"{key} is not zero: torchtitan balanced its experts by biases, which are left out"
-            return (f"{printable(problem)}, so that tokens go to other experts than there",)
+            return (f"{printable(problem)}, so that routers choose other experts here",)
     return ()
 
 

@@ -1,7 +1,7 @@
 """Export of whole training states: a checkpoint with its optimizer, as other programs write theirs.
 
-    dcp        PyTorch's distributed checkpoint format: as torchtitan names Llama and Qwen 3, else as transformers does
-    titan-hf   the same format as torchtitan's `transformers_modeling_backend` names the models of transformers
+    dcp        PyTorch's distributed checkpoint format: torchtitan's names of Llama and Qwen 3, else transformers' names
+    titan-hf   the same format, with the names of torchtitan's `transformers_modeling_backend`
     megatron   Megatron-Core's `torch_dist`, with the optimizer as the fully reshardable distributed optimizer saves it
     universal  a universal checkpoint of DeepSpeed
 
@@ -29,7 +29,7 @@ from toolkit.convert.import_weights import model_on_meta, model_shapes, read_aut
 from toolkit.convert.megatron_names import megatron_map, padded_rows
 from toolkit.convert.megatron_states import MegatronForm, common_state, extra_states, has_scheduler
 from toolkit.convert.torchtitan_names import FAMILIES as TITAN_FAMILIES
-from toolkit.convert.torchtitan_names import backend_map, torchtitan_map
+from toolkit.convert.torchtitan_names import backend_map, check_backend, torchtitan_map
 from toolkit.convert.training_state import MASTER
 from toolkit.convert.weight_map import StoredWeight, WeightMap, WeightPart, as_named
 from toolkit.errors import CheckpointError
@@ -146,6 +146,8 @@ def export_state(path: Path, destination: Path, *, form: str, megatron: Megatron
         converted = _converted(selected.path, config, shapes)
     kinds = tuple(kind for kind in _KINDS if all(reader.has(kind, name) for name in shapes))
     source = _Source(reader=reader, config=config, shapes=shapes, kinds=kinds, converted=converted)
+    if form == "titan-hf":
+        check_backend(config, shapes)
     writers: dict[str, Callable[[_Source, Path], None]] = {
         "dcp": _write_dcp,
         "titan-hf": partial(_write_dcp, is_backend=True),

@@ -26,11 +26,18 @@ from toolkit.convert.weight_map import (
 from toolkit.errors import CheckpointError
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
-BACKEND = "model."
-"""What stands before the names of transformers in torchtitan's `transformers_modeling_backend`."""
 EXPERT_BIASES = ("expert_bias_E", "expert_bias")
-"""Last names of the biases by which torchtitan's routers balance experts; no model of transformers has a place for them
-where its own router has none."""
+"""Last names of the biases by which torchtitan's routers balance experts. Routers of the families here have none."""
+_BACKEND = "model."
+"""What stands before the names of transformers in torchtitan's `transformers_modeling_backend`."""
+_EXPERTS = "routed_experts.inner_experts"
+"""The module of a block of torchtitan's that has the weights of its experts."""
+_OLD_EXPERTS = "experts"
+"""The same module in older versions, where the names of weights have no dimensions (`w1`)."""
+_GATE_UP = ".experts.gate_up_proj"
+"""The end of the name of the parameter that has gate and up of a block's experts in transformers."""
+_BLOCK_PARAMETERS = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+"""Parameters of a block with experts in transformers that has a block of torchtitan's in its place."""
 _OUTSIDE = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -52,11 +59,6 @@ _INSIDE = {
 }
 
 
-_EXPERTS = "routed_experts.inner_experts"
-"""The place of the weights of experts in a block of torchtitan's."""
-_OLD_EXPERTS = "experts"
-
-
 def torchtitan_map(config: Config, shapes: Shapes) -> WeightMap:
     """The map of a model with these parameters. Raises CheckpointError for a family that torchtitan does not have."""
     if config.model_type not in FAMILIES:
@@ -66,41 +68,64 @@ def torchtitan_map(config: Config, shapes: Shapes) -> WeightMap:
 
 
 def backend_map(shapes: Shapes) -> WeightMap:
-    """The map of a model of transformers in torchtitan's `transformers_modeling_backend`."""
+    """The map of a model of transformers in torchtitan's `transformers_modeling_backend`.
+
+    Of a model that the backend does not train (`check_backend`) it is not one that torchtitan reads.
+    """
     return WeightMap("torchtitan (transformers_modeling_backend)", list(_backend_weights(shapes)))
 
 
+def check_backend(config: Config, shapes: Shapes) -> None:
+    """Refuse a model whose names in torchtitan's `transformers_modeling_backend` are not known. Raises CheckpointError.
+
+    The backend looks for `model.embed_tokens` and `model.layers`. Of blocks with experts these are known that have a
+    router and routed experts alone.
+    """
+    reason = None
+    if "model.embed_tokens.weight" not in shapes:
+        reason = "torchtitan's transformers_modeling_backend trains models with model.embed_tokens and model.layers"
+    for block in _routed_blocks(shapes):
+        prefix = f"{block}."
+        names = [name.removeprefix(prefix) for name in shapes if name.startswith(prefix)]
+        other = next((name for name in names if name not in _BLOCK_PARAMETERS), None)
+        if other is not None:
+            reason = f"where torchtitan stores {block}.{other} is not known here"
+            break
+    if reason is not None:
+        raise CheckpointError.of("model_type", config.model_type, reason, "use --format dcp")
+
+
+def _routed_blocks(shapes: Shapes) -> list[str]:
+    """The names of all blocks with experts."""
+    return [name.removesuffix(_GATE_UP) for name in shapes if name.endswith(_GATE_UP)]
+
+
 def _backend_weights(shapes: Shapes) -> Iterator[StoredWeight]:
-    routed = {name.removesuffix(".experts.gate_up_proj") for name in shapes if name.endswith(".experts.gate_up_proj")}
+    blocks = _routed_blocks(shapes)
+    of_experts = {f"{block}.experts.{last}" for block in blocks for last in ("gate_up_proj", "down_proj")}
+    routers = {f"{block}.gate.weight": f"{block}.router.gate.weight" for block in blocks}
     for name in shapes:
-        block, _, last = name.rpartition(".experts.")
-        if block in routed:
-            if last == "gate_up_proj":
-                yield from _experts(shapes, block, f"{BACKEND}{block}")
-        elif name.removesuffix(".gate.weight") in routed:
-            key = f"{BACKEND}{name.removesuffix('.gate.weight')}.router.gate.weight"
-            yield StoredWeight(key=key, parts=(WeightPart(name=name),))
-        else:
-            yield StoredWeight(key=f"{BACKEND}{name}", parts=(WeightPart(name=name),))
+        if name not in of_experts:
+            yield StoredWeight(key=f"{_BACKEND}{routers.get(name, name)}", parts=(WeightPart(name=name),))
+    for block in blocks:
+        yield from _experts(shapes, block, f"{_BACKEND}{block}")
 
 
 def _experts(shapes: Shapes, block: str, stored_block: str) -> Iterator[StoredWeight]:
     """The experts of a block of transformers, whose gate and up are one parameter [experts, 2f, h]."""
-    gate_up = f"{block}.experts.gate_up_proj"
-    down = f"{block}.experts.down_proj"
+    gate_up = f"{block}{_GATE_UP}"
     experts, rows, _ = shapes[gate_up]
-    parts = {
-        ("w1", "EFD"): (gate_up, range(rows // 2)),
-        ("w3", "EFD"): (gate_up, range(rows // 2, rows)),
-        ("w2", "EDF"): (down, None),
-    }
-    for (key, dimensions), (name, part_rows) in parts.items():
-        for expert in range(experts):
+    half = rows // 2
+    for expert in range(experts):
+        gate = WeightPart(name=gate_up, index=(expert,), rows=range(half))
+        up = WeightPart(name=gate_up, index=(expert,), rows=range(half, rows))
+        down = WeightPart(name=f"{block}.experts.down_proj", index=(expert,))
+        for key, old_key, part in (("w1_EFD", "w1", gate), ("w3_EFD", "w3", up), ("w2_EDF", "w2", down)):
             yield StoredWeight(
-                key=f"{stored_block}.{_EXPERTS}.{key}_{dimensions}",
-                parts=(WeightPart(name=name, index=(expert,), rows=part_rows),),
+                key=f"{stored_block}.{_EXPERTS}.{key}",
+                parts=(part,),
                 index=(expert,),
-                alias=f"{stored_block}.{_OLD_EXPERTS}.{key}",
+                alias=f"{stored_block}.{_OLD_EXPERTS}.{old_key}",
             )
 
 
@@ -130,7 +155,7 @@ def _weights(config: Config, shapes: Shapes) -> Iterator[StoredWeight]:
             else:
                 yield StoredWeight(key=stored, parts=(WeightPart(name=full),), alias=alias)
         block = f"model.layers.{layer}.mlp"
-        if f"{block}.experts.gate_up_proj" in shapes:
+        if f"{block}{_GATE_UP}" in shapes:
             yield from _experts(shapes, block, f"layers.{layer}.moe")
 
 

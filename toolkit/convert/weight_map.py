@@ -17,11 +17,13 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPart:
-    """A parameter, or the part of it at `index` of its first dimensions (an expert), or `rows` of that (its gate)."""
+    """A parameter, or a part of it that is stored by itself."""
 
     name: str
     index: tuple[int, ...] = ()
+    """The place of the part in the first dimensions of the parameter: an expert. Empty for all of it."""
     rows: range | None = None
+    """Consecutive rows of what is at `index`: the gate of an expert. None for all rows."""
 
     @property
     def place(self) -> tuple[int | slice, ...]:
@@ -29,7 +31,7 @@ class WeightPart:
         return self.index if self.rows is None else (*self.index, slice(self.rows.start, self.rows.stop))
 
     def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the part of a parameter that has a shape."""
+        """Return the shape of the part of a parameter whose shape is `parameter`."""
         if self.rows is None:
             return parameter[len(self.index) :]
         return (len(self.rows), *parameter[len(self.index) + 1 :])
