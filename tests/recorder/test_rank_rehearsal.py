@@ -26,7 +26,7 @@ from toolkit.parallel.context import heads
 from toolkit.parallel.distilled_loss import TopTokens
 from toolkit.parallel.tensor import collectives
 from toolkit.planner.run_memory import memory_request
-from toolkit.recorder.rehearsal import fake_rank
+from toolkit.recorder.rehearsal import host_values
 from toolkit.recorder.rehearsal.channel_messages import messages_named
 from toolkit.recorder.rehearsal.collectives import Collective, CollectiveRecorder
 from toolkit.recorder.rehearsal.depth import fewer_layers
@@ -221,7 +221,7 @@ def rehearse_faulty(make_recipe: MakeRecipe, layout: str) -> str:
 def test_a_model_with_more_parameters_than_a_tensor_has_values_is_rehearsed_under_zero_3(
     make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fake_rank, "_MOST_REAL", 16)  # as 1,092 modules are more than 1,024
+    monkeypatch.setattr(host_values, "_MOST_REAL", 16)  # as 1,092 modules are more than 1,024
     assert not rehearse(job_in(make_recipe, "dp2-z3", LLAMA), on_gpu=False).problem
 
 

@@ -82,7 +82,7 @@ def rehearse_rank(
     partitioned: Partitioned,
     *,
     received: Messages = (),
-    most: Messages = (),
+    stage_maxima: Messages = (),
     on_gpu: bool = True,
     device: torch.device = CPU,
     inspect: Callable[[Engine], None] | None = None,
@@ -97,7 +97,7 @@ def rehearse_rank(
     documents = job.recipe.data.masks_documents
     options: dict[str, Any] = {
         "received": received,
-        "most": most,
+        "stage_maxima": stage_maxima,
         "on_gpu": on_gpu,
         "documents": documents,
         "device": device,

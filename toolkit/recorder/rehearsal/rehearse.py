@@ -201,16 +201,16 @@ class _Plan:
     def run(self, progress: Progress) -> _Outcome:
         """Rehearse all kinds, again where ranks agree on something that only all of them together know."""
         outcome = self._rehearsed(progress)
-        largest = _largest_of_all(outcome.steps)
-        if not outcome.problem and any(list(step.maxima) != largest for step in outcome.steps.values()):
-            outcome = self._rehearsed(progress, largest=largest)
+        stage_maxima = _stage_maxima(outcome.steps)
+        if not outcome.problem and any(list(step.maxima) != stage_maxima for step in outcome.steps.values()):
+            outcome = self._rehearsed(progress, stage_maxima=stage_maxima)
         return replace(outcome, problem=outcome.problem or _problem(self.job, outcome.steps))
 
-    def _rehearsed(self, progress: Progress, *, largest: Sequence[list[int]] = ()) -> _Outcome:
+    def _rehearsed(self, progress: Progress, *, stage_maxima: Sequence[list[int]] = ()) -> _Outcome:
         """Rehearse all kinds, those of a stage at once: a stage receives the headers that the one before has sent.
 
-        Stops at the first rank whose code fails, and returns those before it and why it does. `largest`: the largest
-        values of a pipeline's stages.
+        Stops at the first rank whose code fails, and returns those before it and why it does. `stage_maxima`: what
+        each all-reduce of integers over a pipeline's stages returns.
         """
         steps: dict[RankKind, RankStep] = {}
         sent: dict[tuple[int, str], Sequence[list[int]]] = {}
@@ -225,7 +225,7 @@ class _Plan:
                     kind.rank,
                     self.partitioned,
                     received=sent.get((stages[0] - 1, kind.place), ()),
-                    most=largest,
+                    stage_maxima=stage_maxima,
                     on_gpu=self.on_gpu,
                     top=self.top,
                 )
@@ -287,7 +287,7 @@ def _written_bytes(files: Sequence[PlannedFile]) -> Counter[int]:
     return written
 
 
-def _largest_of_all(steps: Mapping[RankKind, RankStep]) -> list[list[int]]:
+def _stage_maxima(steps: Mapping[RankKind, RankStep]) -> list[list[int]]:
     """Return the largest values that any kind put into each of their all-reduces of integers over a pipeline."""
     values_of_calls = zip(*(step.maxima for step in steps.values()), strict=False)
     return [[max(column) for column in zip(*values, strict=True)] for values in values_of_calls]
