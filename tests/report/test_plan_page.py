@@ -12,7 +12,7 @@ from toolkit.hardware import gpu
 from toolkit.models.shape import local_config
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.request import Plan, PlanRequest
-from toolkit.planner.search import Goal, candidates, evaluated, frontier, least_bytes, search
+from toolkit.planner.search import Goal, SearchResult, candidates, evaluated, frontier, least_bytes, search
 from toolkit.report.plan_page import PlansPage, bars, outcome, plans_page, shown_plans
 from toolkit.report.plan_picture import PlanPicture, Point, memory_axis
 
@@ -65,6 +65,18 @@ def test_each_candidate_is_a_row_and_one_point(kind: str) -> None:
         fits, on_frontier = table[key][5:7]
         assert {"yes": "fits", "tight": "tight", "no": "does-not-fit"}[fits] == classes.split()[0]
         assert (on_frontier == "yes") == ("frontier" in classes)
+
+
+def test_schedules_that_were_tried_have_a_column_and_a_choice() -> None:
+    with_schedules = replace(gpt2_page().request, schedules=True)
+    plans = [plan for plan in evaluated(with_schedules).plans if plan.layout.pp in (1, 2)]
+    text = plans_page(replace(gpt2_page(), evaluated=SearchResult(plans=plans, candidates=len(plans))))
+    header = re.findall(r"<th[^>]*>(.*?)</th>", text.partition('id="candidates"')[2].partition("</thead>")[0])
+    place = next(index for index, name in enumerate(header) if "schedule" in name)
+    shown = {cells[0]: cells[place] for cells in rows(text).values()}
+    assert shown == {plan.strategy: plan.layout.schedule or "default" for plan in plans}
+    assert {"default", "1f1b", "zb-h1", "zb-v", "interleaved"} == set(shown.values())
+    assert "schedule" not in plans_page(gpt2_page()).partition('id="candidates"')[2].partition("</thead>")[0]
 
 
 def test_what_the_states_exclude_is_counted_but_not_estimated() -> None:

@@ -122,6 +122,8 @@ _AXES: dict[str, Any] = {
     "cp": lambda plan: plan.layout.cp,
     "tp": lambda plan: plan.layout.tp,
     "pp": lambda plan: plan.layout.pp,
+    "schedule": lambda plan: plan.layout.schedule or "default",
+    "chunks": lambda plan: plan.layout.chunks,
     "Ulysses": lambda plan: plan.layout.ulysses,
     "experts": lambda plan: plan.layout.experts,
     "ZeRO": lambda plan: plan.layout.zero_stage,
