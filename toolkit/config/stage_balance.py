@@ -94,7 +94,7 @@ def balance_schedule(costs: Costs, schedule: Schedule, *, head_alone: bool = Tru
     that makes the simulated step shorter: a stage that ranks wait for while the pipeline fills and drains counts more
     than one that is busy alone. A third of a stage's cost is its forward pass, and as much the backward pass for the
     input and for the weights. Pipelines of more than SIMULATED_STAGES stages are not simulated. The least numbers of
-    layers are as of `balance`.
+    layers have the meaning that they have in `balance`.
     """
     stages = len(schedule.rank_of)
     has_chunks = schedule.virtual_stages > 1

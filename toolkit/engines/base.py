@@ -156,7 +156,7 @@ class Engine(ABC):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and full value of what `read` returns for each of `names`, by default of all parameters.
 
-        Other arguments are as of `gather_parameters`.
+        Other arguments are those of `gather_parameters`.
         """
         if self.partition is not None:
             yield from gather_parameters(

@@ -216,7 +216,7 @@ class ModelParameters:
     ) -> RankParameters:
         """Return a rank's part of a stage with these `layers` (None: all), which is the `first` and the `last` or not.
 
-        `ep`, `inner`: as of `local_numels`. `by_decay`: whether the optimizer has a group with and one without weight
+        `ep`, `inner`: as in `local_numels`. `by_decay`: whether the optimizer has a group with and one without weight
         decay, or one for all. `by_matrix`: whether matrices of decoder layers are apart from both. `by_copies`: whether
         those of them that tensor-parallel ranks have copies of are. Experts that replicas share out have groups of
         their own.
@@ -308,7 +308,7 @@ class _GroupKind:
 
 
 def _group_kinds(*, by_decay: bool, by_matrix: bool, by_copies: bool) -> list[_GroupKind]:
-    """Return the kinds of an optimizer's groups, in its order. The arguments are as of `rank_parameters`."""
+    """Return the kinds of an optimizer's groups, in its order. The arguments are those of `rank_parameters`."""
     if by_matrix:
         matrices = _GroupKind(decays=True, is_hidden=True)
         if by_copies:

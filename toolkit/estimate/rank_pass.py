@@ -17,7 +17,7 @@ from toolkit.models.support import attention_kinds
 def stage_pass(setup: TrainingSetup, stage: int, precision: Precision, *, stand_ins: bool) -> RankPass:
     """Return the pass over a micro-batch on a rank of a pipeline stage.
 
-    `stand_ins`: whether a pass that is not recorded is replaced by one that is, as of MemoryRequest.
+    `stand_ins`: whether a pass that is not recorded is replaced by one that is, as in MemoryRequest.
 
     Raises LayoutError for a sequence or an imbalance that the layout does not allow, and ModelError for attention that
     the model does not have.

@@ -38,7 +38,7 @@ def scheduled_breakdown(
 ) -> MemoryBreakdown:
     """Break down the peak of pipeline rank `pipe`. `stage_layers`: the decoder layers of each stage.
 
-    `stand_ins`: as of MemoryRequest. Raises LayoutError and ModelError for a pass that cannot run.
+    `stand_ins`: as in MemoryRequest. Raises LayoutError and ModelError for a pass that cannot run.
     """
     own_layers = {stage: stage_layers[stage] for stage in stages_of_rank(setup.layout, pipe)}
     rank = rank_states(setup, engine, pipe, tuple(index for layers in own_layers.values() for index in layers))

@@ -26,7 +26,7 @@ def stage_breakdown(
 ) -> MemoryBreakdown:
     """Compute the two moments of one stage that may be its peak, and break the worse one down.
 
-    `stand_ins`: as of MemoryRequest. Raises LayoutError and ModelError for a pass that cannot run.
+    `stand_ins`: as in MemoryRequest. Raises LayoutError and ModelError for a pass that cannot run.
     """
     layout = setup.layout
     rank = rank_states(setup, engine, stage, layers)

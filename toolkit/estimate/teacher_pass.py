@@ -29,7 +29,7 @@ def teacher_pass_bytes(
 
     They are states, weights that are gathered or cast, what several micro-batches leave until it is written, and one
     of two moments: a layer at work, or a chunk of logits, in the dtype of the products and in fp32. `stage_layers`: the
-    decoder layers of each stage. `top_k`: tokens that are stored for each target. `stand_ins`: as of MemoryRequest.
+    decoder layers of each stage. `top_k`: tokens that are stored for each target. `stand_ins`: as in MemoryRequest.
 
     Known error: a copy of logits where ranks have tokens that the student lacks, and what a pipeline's stages receive,
     are not counted.

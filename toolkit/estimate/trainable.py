@@ -29,7 +29,7 @@ class Trainable:
     """All parameters, those whose names match a pattern, or those of LoRA's adapters."""
 
     patterns: tuple[str, ...] = ()
-    """Patterns of names, as of fnmatch; empty: all parameters train, or LoRA's adapters."""
+    """Patterns of names for fnmatch; empty: all parameters train, or LoRA's adapters."""
     frozen: tuple[str, ...] = ()
     """Patterns of those that do not train, where all others do."""
     rank: int = 0

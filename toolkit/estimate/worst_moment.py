@@ -75,7 +75,7 @@ def _recorded_moment(
     in_layer: int,
     casts: Sequence[int] = (),
 ) -> Moment:
-    """Return the worst moment of the recording. `casts`: as `casts_to_come`; the others are as of `worst_moment`."""
+    """Return the worst moment of the recording. `casts`: as `casts_to_come`; the others are those of `worst_moment`."""
     params = rank.params
     bytes_of_layer = rank.states.fresh_layer
     return recorded.worst_moment(

@@ -141,7 +141,7 @@ class LossInHead:
 
 @dataclass(frozen=True, kw_only=True)
 class _HeadMicroBatch:
-    """What the loss of one micro-batch takes beside hidden states; fields as of LossInHead."""
+    """What the loss of one micro-batch takes beside hidden states. Its fields are those of LossInHead."""
 
     labels: torch.Tensor
     weights: torch.Tensor | None

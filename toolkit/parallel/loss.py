@@ -22,12 +22,12 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each token in nats, fp32 [b, s], 0 where it is ignored; arguments as of `token_loss_sum`."""
+    """Return the loss of each token in nats, fp32 [b, s], 0 where it is ignored; arguments as in `token_loss_sum`."""
     flat = logits.reshape(-1, logits.shape[-1]).float()  # [b, s, v] -> [b*s, v]
     losses = F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORE, reduction="none")
     return losses.view(labels.shape)  # [b*s] -> [b, s]
 
 
 def sample_loss_sums(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum the token losses of each sample, [b]; arguments as of `token_loss_sum`."""
+    """Sum the token losses of each sample, [b]; arguments as in `token_loss_sum`."""
     return token_losses(logits, labels).sum(dim=1)

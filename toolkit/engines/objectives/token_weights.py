@@ -178,7 +178,7 @@ class TokenWeights:
         return metrics
 
     def margins(self, totals: Sequence[float]) -> tuple[int, ...] | None:
-        """Return the pairs of a step in each bin of margins, of `totals` as of `metrics`; None of unpaired data."""
+        """Return the pairs of a step in each bin of margins; None of unpaired data. `totals`: as in `metrics`."""
         return tuple(int(number) for number in totals[_TOTALS:]) or None
 
     def _add_to_mean(self, inputs: SequenceSums) -> None:

@@ -43,7 +43,7 @@ class _LayerBytes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Activations:
-    """Bytes of one micro-batch on one rank. Fields as of Recording."""
+    """Bytes of one micro-batch on one rank. Its fields are those of Recording."""
 
     pattern: tuple[int, ...]
     embedding: SectionBytes
@@ -130,7 +130,7 @@ class Activations:
 
     def _backward_moments(self, layers: range, *, gradients_kept: Sequence[int], in_layer: int) -> Iterator[Moment]:
         """Yield the worst moment of the backward pass of the head, of each layer from the last one, and of what is
-        before them. The arguments are as of `worst_moment`.
+        before them. The arguments are those of `worst_moment`.
         """
         live = self.kept(layers)
         yield Moment(activations=live + self.head_backward.peak)

@@ -120,7 +120,7 @@ def gradients(
 
 @dataclass(frozen=True, kw_only=True)
 class TileMask:
-    """What a tile's queries see, as of a `Tile`: all where `offset` is None. Made for a tile, never for a sequence."""
+    """What the queries of a `Tile` see: all where `offset` is None. Made for a tile, never for a sequence."""
 
     offset: int | None
     window: int | None

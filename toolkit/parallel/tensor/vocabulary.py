@@ -151,7 +151,7 @@ def vocab_parallel_token_loss_sum(
 def vocab_parallel_token_losses(
     logits: torch.Tensor, labels: torch.Tensor, shard: VocabularyShard, group: Group, *, ignore: int = IGNORE
 ) -> torch.Tensor:
-    """Return the loss of each token, [b, s]; arguments and ranks as of `vocab_parallel_token_loss_sum`."""
+    """Return the loss of each token, [b, s]; arguments and ranks as in `vocab_parallel_token_loss_sum`."""
     losses: torch.Tensor = _TokenLossSum.apply(logits.flatten(0, -2), labels.flatten(), shard, group, ignore, False)
     return losses.view(labels.shape)
 

@@ -338,7 +338,7 @@ def rehearsed_teacher(job: Job) -> Job:
 def rehearsed_config(job: Job, *, hidden_size: int, on_gpu: bool, device: torch.device = CPU) -> dict[str, Any]:
     """The DeepSpeed config of a job, with PyTorch's own optimizer in place of those that DeepSpeed compiles.
 
-    `device`: where tensors are, as of `rehearse_rank`. On a CPU PyTorch's optimizer is not the fused one of a GPU.
+    `device`: where tensors are, as in `rehearse_rank`. On a CPU PyTorch's optimizer is not the fused one of a GPU.
     """
     config = build(job, hidden_size=hidden_size, device="cuda" if on_gpu else "cpu")
     is_compiled = job.layout.offload_optimizer != "none"
