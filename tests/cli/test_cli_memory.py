@@ -386,6 +386,11 @@ def test_parameters_are_counted_before_zero_shards_them(capsys, layout, words):
         (["--recipe", "gpt2-xl-pretrain", "--layout", "z3-recompute", "--world-size", "4"], ""),
         (["--model", "gpt2", "--layout", "dp4", "--gpu", "T4"], "note: T4 has no bf16 units"),
         (
+            ["--model", "llama-3-8b", "--layout", "dp8-z3-recompute", "--seq", "16384"],
+            "note: llama-3-8b has 8192 positions; training on 16384 tokens needs model.overrides",
+        ),
+        (["--model", "llama-3-8b", "--layout", "dp8-z3-recompute", "--seq", "8192"], ""),
+        (
             ["--model", "gpt2", "--layout", "dp4", "--gpu", "A100"],
             "note: --gpu A100 is taken for A100-SXM-80GB; others",
         ),

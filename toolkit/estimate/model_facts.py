@@ -46,6 +46,19 @@ class ModelFacts:
             reason = f"{name} has {shape.positions} positions"
             raise LayoutError.of("--seq", seq_len, reason, ("--seq", f"{shape.positions} or less"))
 
+    def positions_note(self, name: str, *, seq_len: int) -> str | None:
+        """Say what a recipe needs for samples beyond the positions that the config of the model `name` has.
+
+        None where nothing is needed. Tables of positions end there, and `check_options` refuses longer samples.
+        """
+        shape = self.shape
+        if shape.learned_positions or shape.positions is None or seq_len <= shape.positions:
+            return None
+        return (
+            f"{name} has {shape.positions} positions; training on {seq_len} tokens needs "
+            f"model.overrides.max_position_embeddings={seq_len}"
+        )
+
     @cached_property
     def shape(self) -> ModelShape:
         """The shape of the model. Raises ModelError for a config that cannot be read."""

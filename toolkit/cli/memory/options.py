@@ -92,6 +92,9 @@ class MemoryQuery:
         if "auto_map" in self.config:
             family = f"transformers' own {self.config['model_type']}"
             notes.append(f"config.json names code of its own (auto_map), which does not run here: this is {family}.")
+        positions_note = self.model.positions_note(self.name, seq_len=self.setup.seq_len)
+        if positions_note is not None:
+            notes.append(positions_note)
         section = self.recipe.train.distill
         if section is not None and self.setup.teacher is None:
             reason = "the size of the teacher is not known here, and its pass before training is not counted"

@@ -64,13 +64,9 @@ def notes(request: PlanRequest, *, is_search: bool) -> Iterator[str]:
             f"--global-batch {batch} is not a multiple of {gpus} GPUs, so no layout has a replica on each of them; "
             f"{lower} and {lower + gpus} are"
         )
-    positions = request.raised_positions
-    if positions is not None:
-        named = request.model.shape.positions
-        yield (
-            f"{request.name} has {named} positions; training on {positions} tokens needs "
-            f"model.overrides.max_position_embeddings={positions}"
-        )
+    positions_note = request.model.positions_note(request.name, seq_len=request.seq_len)
+    if positions_note is not None:
+        yield positions_note
 
 
 def print_plans(request: PlanRequest, plans: Sequence[Plan], costs: Sequence[Cost | None]) -> None:
