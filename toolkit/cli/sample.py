@@ -57,27 +57,27 @@ class GenerativeModel:
     """The model of a run or of a Hugging Face directory, with its tokenizer."""
 
     def __init__(self, run: str) -> None:
-        """Load the model and its tokenizer. Raises ModelError where there is none."""
+        """Load the model and its tokenizer. Raises ModelError without one, and CheckpointError without all of it."""
         folder = Path(run) / "model" if (Path(run) / "model").is_dir() else Path(run)
         is_adapted = (folder / "adapter_config.json").is_file()
         if not ((folder / "config.json").is_file() or is_adapted):
             reason = "neither a run directory with a model nor a Hugging Face directory"
             raise ModelError(f"{run}: {reason}. Give one of them.")
         quiet(debug=False)
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
         from transformers.utils import logging
 
         from toolkit.convert.adapters import base_of, load_adapted
+        from toolkit.convert.loaded_model import load_model
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             if is_adapted:
-                model = load_adapted(folder, base_of(folder), trust_remote_code=False)
+                self._model = load_adapted(folder, base_of(folder)).eval()
             else:
-                model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
-            self._model = model.eval()
+                self._model = load_model(folder)
         except ToolkitError:
             raise
         except Exception as error:

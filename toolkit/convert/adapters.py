@@ -11,6 +11,7 @@ import torch
 
 from toolkit.checkpoint.names import ADAPTER_CONFIG, MODEL, checkpoint_error
 from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.convert.loaded_model import load_model
 from toolkit.errors import RunError
 from toolkit.files import printable, read_json_object
 from toolkit.parallel.adapter_names import PREFIX
@@ -69,13 +70,12 @@ def check_peft(purpose: str) -> None:
 def load_adapted(folder: Path, base: Path, **options: Any) -> Any:
     """Load adapters beside the model in `base`, as a PeftModel. `options`: of that model's from_pretrained.
 
-    Raises RunError without peft.
+    Raises RunError without peft, and CheckpointError where the base is not whole.
     """
     check_peft("loading adapters")
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(base, **options)
+    model = load_model(base, **options)
     with warnings.catch_warnings():
         # peft asks the model for a property that transformers has renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)

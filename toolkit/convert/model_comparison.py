@@ -21,6 +21,7 @@ from toolkit.checkpoint.names import MODEL
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.convert.adapters import base_of, has_adapters, load_adapted
 from toolkit.convert.export_model import has_tokenizer
+from toolkit.convert.loaded_model import load_model
 from toolkit.errors import CheckpointError
 from toolkit.files import reason_of
 from toolkit.parallel.adapter_names import saved_name
@@ -103,18 +104,12 @@ def _prompt(folder: Path, base: Path) -> torch.Tensor:
 
 def _load(folder: Path, base: Path) -> Any:
     """The model in `folder`, or the adapters in it beside the model in `base`, in fp32."""
-    from transformers import AutoModelForCausalLM
-
+    if not has_adapters(folder):
+        return load_model(folder, unexpected=False, dtype=torch.float32)
     try:
-        if has_adapters(folder):
-            return _load_adapters(folder, base)
-        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        return _load_adapters(folder, base)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{folder}: transformers cannot load it ({reason_of(error)}).") from error
-    wrong = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
-    if wrong:
-        raise CheckpointError(f"{folder}: transformers does not find the expected weights ({wrong[0]}).")
-    return model.eval()
+        raise CheckpointError(f"{folder}: peft cannot load it ({reason_of(error)}).") from error
 
 
 def _load_adapters(folder: Path, base: Path) -> Any:

@@ -1,0 +1,49 @@
+"""Loading a whole Hugging Face model whose files must have every weight that its config asks for.
+
+transformers draws weights that a file lacks at random and goes on, with a warning. What such a model computes looks
+like the output of a badly trained one, so it is refused here.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import CheckpointError
+from toolkit.files import reason_of
+
+
+def load_model(folder: Path, *, unexpected: bool = True, **options: Any) -> Any:
+    """Load the model in `folder`, in evaluation mode.
+
+    `unexpected`: whether the files may have weights that the model has no place for. `options`: of transformers'
+    from_pretrained. Raises CheckpointError where weights are missing or have other shapes, and for what transformers
+    cannot load; one line each.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the shapes are in the report
+            trust_remote_code=False,
+            **options,
+        )
+    except Exception as error:
+        raise CheckpointError(f"{folder}: transformers cannot load it ({reason_of(error)}).") from error
+    advice = "Give a model whose config.json and weights belong together."
+    if report["mismatched_keys"]:
+        name, stored, asked = min(report["mismatched_keys"])
+        shapes = f"{name} has shape {list(stored)}, but by config.json it has {list(asked)}"
+        raise CheckpointError(f"{folder}: {shapes}. {advice}")
+    if report["missing_keys"]:
+        raise CheckpointError(f"{folder}: its weights lack {_first(report['missing_keys'])}. {advice}")
+    if report["unexpected_keys"] and not unexpected:
+        name = _first(report["unexpected_keys"])
+        raise CheckpointError(f"{folder}: by config.json there is no {name}, which its weights have. {advice}")
+    return model.eval()
+
+
+def _first(names: set[str]) -> str:
+    """Return the first name, and how many others there are."""
+    first = min(names)
+    return first if len(names) == 1 else f"{first} and {len(names) - 1} others"
