@@ -21,6 +21,7 @@ from toolkit.checkpoint.verify import index_problems
 from toolkit.convert.deepspeed_checkpoint import find_tag, is_deepspeed, open_deepspeed
 from toolkit.convert.distributed_states import find_state, open_state
 from toolkit.convert.export_model import cast_weights, copy_small_files, read_config, write_config
+from toolkit.convert.loaded_model import missing_weights
 from toolkit.convert.training_state import MASTER, TrainingState
 from toolkit.errors import CheckpointError
 from toolkit.files import open_regular, printable, reason_of
@@ -251,10 +252,15 @@ def open_gguf(path: Path) -> tuple[NamedWeights, Callable[[Path], None]]:
     if importlib.util.find_spec("gguf") is None:
         raise checkpoint_error(path, "reading GGUF needs the package gguf. Install it: pip install 'gguf>=0.19'.")
     try:
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # a malformed file can make the readers raise anything
         raise checkpoint_error(path, f"transformers cannot read it ({reason_of(error)}).") from error
+    missing = missing_weights(report)
+    if missing is not None:
+        raise checkpoint_error(path, f"it lacks {missing}. Give a whole file.")
     # The weights are not quantized anymore, and local paths are not exported.
     hidden = ("quantization_config", "_name_or_path", "_model_name_or_path")
     config = {key: value for key, value in model.config.to_diff_dict().items() if key not in hidden}

@@ -4,11 +4,13 @@ transformers draws weights that a file lacks at random and goes on, with a warni
 like the output of a badly trained one, so it is refused here.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import CheckpointError
 from toolkit.files import reason_of
+from toolkit.units import plural
 
 
 def load_model(folder: Path, *, unexpected: bool = True, **options: Any) -> Any:
@@ -35,15 +37,21 @@ def load_model(folder: Path, *, unexpected: bool = True, **options: Any) -> Any:
         name, stored, asked = min(report["mismatched_keys"])
         shapes = f"{name} has shape {list(stored)}, but by config.json it has {list(asked)}"
         raise CheckpointError(f"{folder}: {shapes}. {advice}")
-    if report["missing_keys"]:
-        raise CheckpointError(f"{folder}: its weights lack {_first(report['missing_keys'])}. {advice}")
+    missing = missing_weights(report)
+    if missing is not None:
+        raise CheckpointError(f"{folder}: its weights lack {missing}. {advice}")
     if report["unexpected_keys"] and not unexpected:
         name = _first(report["unexpected_keys"])
         raise CheckpointError(f"{folder}: by config.json there is no {name}, which its weights have. {advice}")
     return model.eval()
 
 
+def missing_weights(report: Mapping[str, Any]) -> str | None:
+    """Name the weights that transformers drew at random, by the report of its from_pretrained; None without any."""
+    return _first(report["missing_keys"]) if report["missing_keys"] else None
+
+
 def _first(names: set[str]) -> str:
     """Return the first name, and how many others there are."""
     first = min(names)
-    return first if len(names) == 1 else f"{first} and {len(names) - 1} others"
+    return first if len(names) == 1 else f"{first} and {plural(len(names) - 1, 'other')}"
