@@ -35,3 +35,11 @@ def test_the_peak_of_a_pass_is_known_within_a_percent(case: Case) -> None:
     held = record_parameters(case.rank_pass().config).rank_parameters()
     predicted = case.predicted_peak() + (2 * held.matrices if case.autocast else 0)
     assert predicted == pytest.approx(measured, rel=0.01), f"{predicted / measured - 1:+.2%}"
+
+
+@pytest.mark.daily
+@pytest.mark.parametrize("rows", [64, 128])
+def test_logits_with_the_bytes_of_a_hidden_state_are_told_apart(rows: int) -> None:
+    """A hidden state has 64 features, in 16 bits and, within norms, in fp32."""
+    case = Case(family="llama", chunk=32, drops=False, changes={"vocab_size": rows})
+    assert case.predicted_peak() == pytest.approx(peak_bytes(case, case.model()), rel=0.01)

@@ -34,8 +34,16 @@ _Event = tuple[bool, _Storage | str]
 _Sections = Mapping[str, list[_Event]]
 
 
+def has_hidden_size(rows: int, hidden: int) -> bool:
+    """Whether logits of so many rows of the vocabulary may have as many bytes as a hidden state."""
+    return any(rows * of_logits == hidden * of_hidden for of_logits in _WIDTHS for of_hidden in _WIDTHS)
+
+
 def in_chunks(recording: Recording, chunks: Chunks, *, tp: int) -> Recording:
-    """The recording with the loss in chunks; itself where it has no head."""
+    """The recording with the loss in chunks; itself where it has no head.
+
+    Logits are found by their size, so that hidden states must have another one (`has_hidden_size`).
+    """
     sections = _resolved(recording.events)
     change = _Change(sections, chunks, rows=-(-chunks.vocabulary // tp), unit=recording.unit)
     if change.first is None:

@@ -19,7 +19,7 @@ from toolkit.config.layout import RECOMPUTE_PERIODS
 from toolkit.errors import ModelError
 from toolkit.estimate.parameters import ModelParameters
 from toolkit.estimate.recorded.activations import Activations
-from toolkit.estimate.recorded.chunked_head import in_chunks
+from toolkit.estimate.recorded.chunked_head import has_hidden_size, in_chunks
 from toolkit.estimate.recorded.recording import RankPass, Recording, model_key
 from toolkit.files import cache_folder
 
@@ -78,6 +78,7 @@ def recording(rank_pass: RankPass, positions: int) -> Recording:
     if period > 1:
         without, recomputed = _mixed_from(rank_pass)
         return recording(without, positions).mixed(recording(recomputed, positions), period)
+    rank_pass = _telling_logits_apart(rank_pass)
     encoded = _known(rank_pass, positions)
     if encoded is None:
         encoded = _record(rank_pass, positions)
@@ -85,6 +86,27 @@ def recording(rank_pass: RankPass, positions: int) -> Recording:
     if rank_pass.chunks is None:
         return decoded
     return in_chunks(decoded, rank_pass.chunks, tp=rank_pass.layout.tp)
+
+
+def _telling_logits_apart(rank_pass: RankPass) -> RankPass:
+    """Return the pass; where its logits have the size of a hidden state, that of a vocabulary a little larger.
+
+    `in_chunks` finds logits by their size. Known error: the rows that are added, at most 8 on each rank.
+    """
+    chunks = rank_pass.chunks
+    if chunks is None or rank_pass.part in ("first", "middle"):
+        return rank_pass
+    tp = rank_pass.layout.tp
+    vocabulary = chunks.vocabulary
+    while has_hidden_size(-(-vocabulary // tp), chunks.hidden):
+        vocabulary += tp
+    if vocabulary == chunks.vocabulary:
+        return rank_pass
+    config = json.loads(rank_pass.config)
+    language_config = config.get("text_config") or config
+    language_config["vocab_size"] = vocabulary
+    larger = replace(chunks, vocabulary=vocabulary)
+    return replace(rank_pass, config=json.dumps(config, sort_keys=True), chunks=larger)
 
 
 def _known(rank_pass: RankPass, positions: int) -> dict[str, Any] | None:
