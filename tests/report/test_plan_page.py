@@ -1,6 +1,8 @@
 """`dstk plan --report`: every candidate is a point and a row, the frontier is right, the bars are the steps."""
 
+import html
 import re
+import shlex
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -177,6 +179,18 @@ def test_the_command_writes_one_page_and_says_where(capsys, tmp_path: Path) -> N
     assert len(rows(text)) == len(gpt2_page().evaluated.plans)
     assert f"<code>dstk plan {' '.join(GPT2[1:])} --tokens 1e+10 --report &#39;{folder}&#39;</code>" in text
     assert exit_of(*GPT2, "--report", str(folder)) == 0  # replaces its own page
+
+
+def test_the_command_that_the_page_shows_writes_the_same_page(capsys, tmp_path: Path) -> None:
+    arguments = [*GPT2, "--schedules", "--tokens", "1e10", "--report", str(tmp_path / "page")]
+    pages = []
+    for _ in range(2):
+        assert exit_of(*arguments) == 0
+        pages.append((tmp_path / "page" / "index.html").read_text())
+        shown = re.search(r"<pre[^>]*><code[^>]*>(dstk plan .*?)</code>", pages[-1])
+        assert shown is not None
+        arguments = shlex.split(html.unescape(shown[1]))[1:]
+    assert pages[0] == pages[1]
 
 
 @pytest.mark.parametrize("more", [["--layout", "z1"], ["--why", "z1"], ["--seq", "1025"]])

@@ -49,6 +49,8 @@ def _command_line() -> str:
     for option in context.command.params:
         name = option.name or ""
         if name not in _NOT_THE_PAGE and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            words.append(option.opts[0])
             value = context.params[name]
-            words += [option.opts[0], f"{value:g}" if isinstance(value, float) else str(value)]
+            if not (isinstance(option, click.Option) and option.is_flag):
+                words.append(f"{value:g}" if isinstance(value, float) else str(value))
     return shlex.join(words)
