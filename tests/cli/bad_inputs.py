@@ -634,7 +634,7 @@ SAMPLE = [
     Bad("sample hf", "hf", {"hf/model.safetensors": begun(100)}),
     Bad("sample hf", "hf", {"hf/config.json": DEEP_JSON}),
     Bad("sample hf", "but by config.json it has [", {"hf/config.json": fields(n_embd=16)}),
-    Bad("sample hf", "its weights lack transformer.h.1.attn.c_attn.bias and 11 others", {"hf/config.json": fields(n_layer=2)}),
+    Bad("sample hf", "missing weights: transformer.h.1.attn.c_attn.bias and 11 others", {"hf/config.json": fields(n_layer=2)}),
     Bad("sample hf", "transformers cannot load it", TRUSTED | {"hf/evil.py": MARK}),
     Bad("sample hf", "transformers cannot load it", {"hf/tokenizer.json": "{"}),
     Bad(f"sample {LONG}", "File name too long"),

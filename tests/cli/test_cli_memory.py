@@ -387,7 +387,10 @@ def test_parameters_are_counted_before_zero_shards_them(capsys, layout, words):
         (["--model", "gpt2", "--layout", "dp4", "--gpu", "T4"], "note: T4 has no bf16 units"),
         (
             ["--model", "llama-3-8b", "--layout", "dp8-z3-recompute", "--seq", "16384"],
-            "note: llama-3-8b has 8192 positions; training on 16384 tokens needs model.overrides",
+            (
+                "note: llama-3-8b has 8192 positions; training on 16384 tokens needs "
+                "model.overrides.max_position_embeddings=16384\n"
+            ),
         ),
         (["--model", "llama-3-8b", "--layout", "dp8-z3-recompute", "--seq", "8192"], ""),
         (

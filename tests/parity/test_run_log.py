@@ -243,8 +243,8 @@ class TestTables:
         [
             ("", "it has no step"),
             ("hello\n", "it has no step"),
-            ('{"step": 1}\n', "it has steps and no numbers of them"),
-            ("step\n1\n", "it has steps and no numbers of them"),
+            ('{"step": 1}\n', "its steps have no values"),
+            ("step\n1\n", "its steps have no values"),
             ("epoch,loss\n1,2\n", ":2: not a step"),
             ("step,loss\n1,4,5\n", ":2: not a step"),
             ("step,loss\n1.5,4\n", ":2: not a step"),

@@ -57,7 +57,7 @@ class GenerativeModel:
     """The model of a run or of a Hugging Face directory, with its tokenizer."""
 
     def __init__(self, run: str) -> None:
-        """Load the model and its tokenizer. Raises ModelError without one, and CheckpointError without all of it."""
+        """Load the model and its tokenizer. Raises ModelError and CheckpointError for what cannot be loaded."""
         folder = Path(run) / "model" if (Path(run) / "model").is_dir() else Path(run)
         is_adapted = (folder / "adapter_config.json").is_file()
         if not ((folder / "config.json").is_file() or is_adapted):

@@ -70,7 +70,7 @@ def check_peft(purpose: str) -> None:
 def load_adapted(folder: Path, base: Path, **options: Any) -> Any:
     """Load adapters beside the model in `base`, as a PeftModel. `options`: of that model's from_pretrained.
 
-    Raises RunError without peft, and CheckpointError where the base is not whole.
+    Raises RunError without peft, and CheckpointError where the base lacks weights.
     """
     check_peft("loading adapters")
     from peft import PeftModel

@@ -260,7 +260,7 @@ def open_gguf(path: Path) -> tuple[NamedWeights, Callable[[Path], None]]:
         raise checkpoint_error(path, f"transformers cannot read it ({reason_of(error)}).") from error
     missing = missing_weights(report)
     if missing is not None:
-        raise checkpoint_error(path, f"it lacks {missing}. Give a whole file.")
+        raise checkpoint_error(path, f"missing weights: {missing}. Give a complete file.")
     # The weights are not quantized anymore, and local paths are not exported.
     hidden = ("quantization_config", "_name_or_path", "_model_name_or_path")
     config = {key: value for key, value in model.config.to_diff_dict().items() if key not in hidden}

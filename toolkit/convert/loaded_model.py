@@ -1,7 +1,7 @@
-"""Loading a whole Hugging Face model whose files must have every weight that its config asks for.
+"""Loading a Hugging Face model whose files must have every weight of the model that config.json describes.
 
-transformers draws weights that a file lacks at random and goes on, with a warning. What such a model computes looks
-like the output of a badly trained one, so it is refused here.
+transformers initializes missing weights randomly and goes on, with a warning. What such a model computes looks like the
+output of a badly trained one, so it is refused here.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from toolkit.units import plural
 def load_model(folder: Path, *, unexpected: bool = True, **options: Any) -> Any:
     """Load the model in `folder`, in evaluation mode.
 
-    `unexpected`: whether the files may have weights that the model has no place for. `options`: of transformers'
+    `unexpected`: whether weights that the model has no place for are allowed. `options`: of transformers'
     from_pretrained. Raises CheckpointError where weights are missing or have other shapes, and for what transformers
     cannot load; one line each.
     """
@@ -39,19 +39,22 @@ def load_model(folder: Path, *, unexpected: bool = True, **options: Any) -> Any:
         raise CheckpointError(f"{folder}: {shapes}. {advice}")
     missing = missing_weights(report)
     if missing is not None:
-        raise CheckpointError(f"{folder}: its weights lack {missing}. {advice}")
+        raise CheckpointError(f"{folder}: missing weights: {missing}. {advice}")
     if report["unexpected_keys"] and not unexpected:
-        name = _first(report["unexpected_keys"])
-        raise CheckpointError(f"{folder}: by config.json there is no {name}, which its weights have. {advice}")
+        unexpected_names = _first_name(report["unexpected_keys"])
+        raise CheckpointError(f"{folder}: weights that config.json has no place for: {unexpected_names}. {advice}")
     return model.eval()
 
 
 def missing_weights(report: Mapping[str, Any]) -> str | None:
-    """Name the weights that transformers drew at random, by the report of its from_pretrained; None without any."""
-    return _first(report["missing_keys"]) if report["missing_keys"] else None
+    """Name the weights that transformers initialized randomly; None where the files have all.
+
+    `report`: what its from_pretrained returns with `output_loading_info`.
+    """
+    return _first_name(report["missing_keys"]) if report["missing_keys"] else None
 
 
-def _first(names: set[str]) -> str:
+def _first_name(names: set[str]) -> str:
     """Return the first name, and how many others there are."""
     first = min(names)
     return first if len(names) == 1 else f"{first} and {plural(len(names) - 1, 'other')}"

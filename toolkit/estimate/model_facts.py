@@ -51,13 +51,23 @@ class ModelFacts:
 
         None where nothing is needed. Tables of positions end there, and `check_options` refuses longer samples.
         """
+        positions = self.raised_positions(seq_len)
+        if positions is None:
+            return None
+        return (
+            f"{name} has {self.shape.positions} positions; training on {seq_len} tokens needs "
+            f"model.overrides.max_position_embeddings={positions}"
+        )
+
+    def raised_positions(self, seq_len: int) -> int | None:
+        """Return the positions that a recipe has to give the model: its config has fewer than a sample; else None.
+
+        Rotary and ALiBi positions go on beyond what the config has. A table of positions ends.
+        """
         shape = self.shape
         if shape.learned_positions or shape.positions is None or seq_len <= shape.positions:
             return None
-        return (
-            f"{name} has {shape.positions} positions; training on {seq_len} tokens needs "
-            f"model.overrides.max_position_embeddings={seq_len}"
-        )
+        return seq_len
 
     @cached_property
     def shape(self) -> ModelShape:

@@ -75,7 +75,7 @@ def read_log(path: Path, names: Sequence[str] = ()) -> RunLog:
     if len(losses) != 1:
         others = sorted(series.keys() - {*_NAMES["steps"]}, key=lambda name: ("loss" not in name.lower(), name))
         if not others:
-            raise DataError(f"{files[0]}: it has steps and no numbers of them. Give a run that logs its loss.")
+            raise DataError(f"{files[0]}: its steps have no values. Give a run that logs its loss.")
         which = "it has several losses:" if losses else "it has no loss under a known name, only"
         raise DataError(f"{files[0]}: {which} {some(losses or others, 8)}. Choose one with --loss NAME.")
     (loss,) = losses

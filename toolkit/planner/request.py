@@ -186,15 +186,6 @@ class PlanRequest:
         """Kernels of attention that this toolkit runs for the model."""
         return _KERNELS[self.setup.computation.attention]
 
-    @property
-    def raised_positions(self) -> int | None:
-        """The positions that a recipe has to give its model: the config names fewer than a sample has; else None.
-
-        Rotary and ALiBi positions go on beyond what the config names. A table of positions ends, and is refused.
-        """
-        named = self.model.shape.positions
-        return None if named is None or self.seq_len <= named else self.seq_len
-
     def recipe(self, layout: Layout, batch: Batch) -> Recipe:
         """A recipe that trains the model in a layout with a batch."""
         if self.base is not None:

@@ -131,7 +131,7 @@ def _recipe(request: PlanRequest, plan: Plan) -> Recipe:
     recipe = request.recipe(plan.layout, plan.batch)
     path = expanded(request.name)
     name = str(path.resolve().parent if path.is_file() else path.resolve()) if path.exists() else request.name
-    positions = request.raised_positions
+    positions = request.model.raised_positions(request.seq_len)
     overrides = {} if positions is None else {"max_position_embeddings": positions}
     return recipe.changed(
         {

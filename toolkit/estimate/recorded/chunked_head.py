@@ -18,6 +18,8 @@ from toolkit.models.chunked_head import Chunks
 _HEAD = ("head", "loss", "head_backward")
 _WIDTHS = (1, 2, 4, 8)
 """Bytes of an element that logits may have."""
+_HIDDEN_WIDTHS = (1, 2, 4)
+"""Bytes of an element of a hidden state: of a mask, in 16 bits, in fp32."""
 
 
 @dataclass(eq=False)
@@ -36,7 +38,8 @@ _Sections = Mapping[str, list[_Event]]
 
 def has_hidden_size(rows: int, hidden: int) -> bool:
     """Whether logits of so many rows of the vocabulary may have as many bytes as a hidden state."""
-    return any(rows * of_logits == hidden * of_hidden for of_logits in _WIDTHS for of_hidden in _WIDTHS)
+    hidden_sizes = [hidden * width for width in _HIDDEN_WIDTHS]
+    return any(rows * width in hidden_sizes for width in _WIDTHS)
 
 
 def in_chunks(recording: Recording, chunks: Chunks, *, tp: int) -> Recording:

@@ -78,7 +78,7 @@ def recording(rank_pass: RankPass, positions: int) -> Recording:
     if period > 1:
         without, recomputed = _mixed_from(rank_pass)
         return recording(without, positions).mixed(recording(recomputed, positions), period)
-    rank_pass = _telling_logits_apart(rank_pass)
+    rank_pass = _with_distinct_logits(rank_pass)
     encoded = _known(rank_pass, positions)
     if encoded is None:
         encoded = _record(rank_pass, positions)
@@ -88,10 +88,10 @@ def recording(rank_pass: RankPass, positions: int) -> Recording:
     return in_chunks(decoded, rank_pass.chunks, tp=rank_pass.layout.tp)
 
 
-def _telling_logits_apart(rank_pass: RankPass) -> RankPass:
-    """Return the pass; where its logits have the size of a hidden state, that of a vocabulary a little larger.
+def _with_distinct_logits(rank_pass: RankPass) -> RankPass:
+    """Return the pass; where its logits have the size of a hidden state, that of a vocabulary with a row more a rank.
 
-    `in_chunks` finds logits by their size. Known error: the rows that are added, at most 8 on each rank.
+    `in_chunks` finds logits by their size. Known error: the row.
     """
     chunks = rank_pass.chunks
     if chunks is None or rank_pass.part in ("first", "middle"):

@@ -1,4 +1,4 @@
-"""Answers of the other ranks of a job, where this process is the only one and they decide what its rank does.
+"""Answers of the other ranks of a job while this process is the only one, where they decide what its rank does.
 
 These are DeepSpeed's checks that ranks agree, the rows that routers send, and who holds which part of a matrix.
 """
@@ -25,7 +25,7 @@ from toolkit.recorder.routing import BalancedRouting, expert_shards
 
 @contextmanager
 def other_ranks_answered(layout: Layout) -> Iterator[None]:
-    """Answer inside what the code asks other ranks, and whose answers decide what this rank does."""
+    """Answer what the code inside asks other ranks, where the answer decides what this rank does."""
     matrices: list[Shard] = []
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(zero_utils, "dist", _RankZeroSends(zero_utils.dist)))

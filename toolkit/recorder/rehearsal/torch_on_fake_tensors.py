@@ -1,4 +1,4 @@
-"""Functions of PyTorch that treat fake tensors in other ways than real ones, replaced while a rank is rehearsed."""
+"""Functions of PyTorch that treat fake tensors unlike real ones, replaced while a rank is rehearsed."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +15,7 @@ from toolkit.recorder.run_pass import run_backward
 
 @contextmanager
 def torch_on_fake_tensors(device: torch.device) -> Iterator[None]:
-    """Replace the functions of PyTorch that treat fake tensors in other ways than real ones of the device."""
+    """Replace the functions of PyTorch that treat fake tensors unlike real ones of the device."""
     with ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(mock.patch.object(dist, "get_backend", return_value="nccl"))
