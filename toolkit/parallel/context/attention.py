@@ -26,7 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from toolkit.errors import ModelError
 from toolkit.parallel.context import kernels
-from toolkit.parallel.context.exchange import Exchange, KeyValueBlock
+from toolkit.parallel.context.exchange import Exchange, KeyValues
 from toolkit.parallel.context.heads import own_heads, repeated, to_heads, to_positions
 from toolkit.parallel.context.kernels import Scores, TileMask, exact
 from toolkit.parallel.context.sequence import SequenceSlice, Tile
@@ -269,9 +269,9 @@ def _merged_output(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [b, h, n, d] and the log-sum-exp [b, h, n] over the keys of all ranks."""
     merged = _Merged(query, value.shape[-1])
-    for blocks in view.exchange.blocks(key, value, view.sequence):
-        for block in blocks:
-            for tile in view.tiles(block.positions):
+    for part in view.exchange.parts(key, value, view.sequence):
+        for block in part.blocks():
+            for tile in view.tiles(block.runs[0]):
                 q, k, v = _padded(*_operands(query, block, tile))
                 merged.add(tile, *kernels.attend(q, k, v, scores, _mask(tile)))
     return merged.finish(sinks)
@@ -288,25 +288,27 @@ def _gradients(
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this rank's queries, keys and values from that of the output."""
-    gradient = gradient.contiguous()
-    of_query = torch.zeros(query.shape, dtype=exact(query), device=query.device)
+    of_query = torch.zeros_like(query, dtype=exact(query))
+    # A kernel on a GPU may have the gradients of keys and values for each query head at first.
+    most_keys = max(1, query.shape[2] // 2)
 
-    def compute(blocks: list[KeyValueBlock]) -> list[tuple[Tensor, Tensor]]:
-        parts = []
-        for block in blocks:
-            of_key = torch.zeros(block.key.shape, dtype=exact(query), device=query.device)
-            of_value = torch.zeros(block.value.shape, dtype=exact(query), device=query.device)
-            for tile in view.tiles(block.positions):
-                operands = _operands(query, block, tile)
-                outputs = (each[tile.rows, :, tile.queries] for each in (gradient, output))
-                q, k, v, g, o = _padded(*operands, *outputs)
-                lse = sums[tile.rows, :, tile.queries]
-                parts_of_tile = kernels.gradients(g, q, k, v, o, lse, scores, _mask(tile))
-                of_query[tile.rows, :, tile.queries] += parts_of_tile[0][..., : query.shape[-1]]
-                of_key[tile.rows, :, tile.keys] += parts_of_tile[1][..., : key.shape[-1]]
-                of_value[tile.rows, :, tile.keys] += parts_of_tile[2][..., : value.shape[-1]]
-            parts.append((of_key, of_value))
-        return parts
+    def add(tile: Tile, block: KeyValues, sums_of_block: KeyValues) -> None:
+        operands = _operands(query, block, tile)
+        outputs = (each[tile.rows, :, tile.queries] for each in (gradient, output))
+        q, k, v, g, o = _padded(*operands, *outputs)
+        lse = sums[tile.rows, :, tile.queries]
+        of_tile = kernels.gradients(g, q, k, v, o, lse, scores, _mask(tile))
+        of_query[tile.rows, :, tile.queries] += of_tile[0][..., : query.shape[-1]]
+        sums_of_block.key[tile.rows, :, tile.keys] += of_tile[1][..., : key.shape[-1]]
+        sums_of_block.value[tile.rows, :, tile.keys] += of_tile[2][..., : value.shape[-1]]
+
+    def compute(part: KeyValues) -> KeyValues:
+        sums_of_part = part.zero_sums()
+        for block, sums_of_block in zip(part.blocks(), sums_of_part.blocks(), strict=True):
+            for tile in view.tiles(block.runs[0]):
+                for piece in tile.split_keys(most_keys):
+                    add(piece, block, sums_of_block)
+        return sums_of_part
 
     of_key, of_value = view.exchange.gradients(key, value, view.sequence, compute)
     return of_query.to(query.dtype), of_key, of_value
@@ -337,7 +339,8 @@ class _Merged:
         total = torch.logaddexp(self._sums[at], sums)
         earlier = (self._sums[at] - total).exp()[..., None]
         addition = (sums - total).exp()[..., None]
-        self._output[at] = self._output[at] * earlier + output[..., : self._output.shape[-1]] * addition
+        merged = self._output[at]
+        merged.mul_(earlier).addcmul_(output[..., : merged.shape[-1]], addition)
         self._sums[at] = total
 
     def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -355,7 +358,7 @@ def _mask(tile: Tile) -> TileMask:
     return TileMask(offset=tile.offset, window=tile.window, queries=queries, keys=keys)
 
 
-def _operands(query: Tensor, block: KeyValueBlock, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+def _operands(query: Tensor, block: KeyValues, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
     keys = (tile.rows, slice(None), tile.keys)
     return query[tile.rows, :, tile.queries], block.key[keys], block.value[keys]
 

@@ -15,48 +15,51 @@ import torch
 import torch.distributed as dist
 
 from toolkit.config.context_exchange import ExchangeKind
+from toolkit.parallel.context.kernels import exact
 from toolkit.parallel.context.sequence import SequenceSlice
 
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyValueBlock:
-    """Keys and values [b, g, k, d] at a run of positions of the sequence."""
+class KeyValues:
+    """Keys and values [b, g, k, d] at runs of positions, one run after the other, or their gradients."""
 
-    positions: range
+    runs: tuple[range, ...]
     key: Tensor
     value: Tensor
 
+    def blocks(self) -> Iterator["KeyValues"]:
+        """Yield views of one run each."""
+        start = 0
+        for run in self.runs:
+            part = slice(start, start + len(run))
+            yield KeyValues(runs=(run,), key=self.key[:, :, part], value=self.value[:, :, part])
+            start += len(run)
 
-Gradients = Callable[[list[KeyValueBlock]], list[tuple[Tensor, Tensor]]]
-"""Returns the parts of the gradients of the keys and values of blocks, in fp32 at least."""
+    def zero_sums(self) -> "KeyValues":
+        """Return zeros of the same shape, in fp32 at least, to which gradients are added."""
+        key, value = (torch.zeros_like(each, dtype=exact(each)) for each in (self.key, self.value))
+        return KeyValues(runs=self.runs, key=key, value=value)
 
 
-def local_blocks(key: Tensor, value: Tensor, runs: tuple[range, ...]) -> list[KeyValueBlock]:
-    """Return the runs of positions that a rank holds, as views of its keys and values [b, g, n, d]."""
-    blocks = []
-    start = 0
-    for positions in runs:
-        part = slice(start, start + len(positions))
-        blocks.append(KeyValueBlock(positions=positions, key=key[:, :, part], value=value[:, :, part]))
-        start += len(positions)
-    return blocks
+Gradients = Callable[[KeyValues], KeyValues]
+"""Returns the gradients of keys and values from the queries of this rank, in fp32 at least."""
 
 
 class NoExchange:
     """No exchange: the rank holds the whole sequence."""
 
-    def blocks(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[list[KeyValueBlock]]:
-        """Yield the blocks of the sequence."""
-        yield local_blocks(key, value, sequence.runs[0])
+    def parts(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[KeyValues]:
+        """Yield the keys and values of the sequence."""
+        yield KeyValues(runs=sequence.runs[0], key=key, value=value)
 
     def gradients(
         self, key: Tensor, value: Tensor, sequence: SequenceSlice, compute: Gradients
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of keys and values."""
-        ((of_key, of_value),) = compute(local_blocks(key, value, sequence.runs[0]))
-        return of_key.to(key.dtype), of_value.to(value.dtype)
+        computed = compute(KeyValues(runs=sequence.runs[0], key=key, value=value))
+        return computed.key.to(key.dtype), computed.value.to(value.dtype)
 
 
 class GatherExchange:
@@ -65,27 +68,30 @@ class GatherExchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def blocks(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[list[KeyValueBlock]]:
-        """Yield the whole sequence as one block, in its order."""
+    def parts(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[KeyValues]:
+        """Yield the keys and values of the whole sequence at once, in its order."""
         gathers = [_Gather(key, self._group), _Gather(value, self._group)]
         # Values arrive while keys are put in order; what was gathered of keys is freed before values are copied.
         whole_key = gathers.pop(0).finish(sequence)
         whole_value = gathers.pop(0).finish(sequence)
-        yield [KeyValueBlock(positions=range(sequence.length), key=whole_key, value=whole_value)]
+        yield KeyValues(runs=(range(sequence.length),), key=whole_key, value=whole_value)
 
     def gradients(
         self, key: Tensor, value: Tensor, sequence: SequenceSlice, compute: Gradients
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of this rank's keys and values, summed over the queries of all ranks."""
-        ((of_key, of_value),) = compute(next(self.blocks(key, value, sequence)))
-        return self._scattered(of_key.to(key.dtype), sequence), self._scattered(of_value.to(value.dtype), sequence)
+        computed = compute(next(self.parts(key, value, sequence)))
+        of_key = self._scattered(computed.key, key, sequence)
+        return of_key, self._scattered(computed.value, value, sequence)
 
-    def _scattered(self, whole: Tensor, sequence: SequenceSlice) -> Tensor:
-        """[b, g, s, d] -> [b, g, n, d], summed over the ranks."""
-        every = torch.stack(
-            [torch.cat([whole[:, :, run.start : run.stop] for run in runs], dim=2) for runs in sequence.runs]
-        )
-        local = every.new_empty(every.shape[1:])
+    def _scattered(self, whole: Tensor, like: Tensor, sequence: SequenceSlice) -> Tensor:
+        """[b, g, s, d] in fp32 -> [b, g, n, d], summed over the ranks in the dtype of `like`, which has this shape."""
+        every = like.new_empty((len(sequence.runs), *like.shape))
+        for theirs, runs in zip(every, sequence.runs, strict=True):
+            pieces = theirs.split([len(run) for run in runs], dim=2)
+            for piece, run in zip(pieces, runs, strict=True):
+                piece.copy_(whole[:, :, run.start : run.stop])
+        local = every.new_empty(like.shape)
         dist.reduce_scatter_tensor(local, every.flatten(0, 1), group=self._group)
         return local
 
@@ -121,12 +127,12 @@ class RingExchange:
         self._rank = group.rank()
         self._ranks = group.size()
 
-    def blocks(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[list[KeyValueBlock]]:
-        """Yield the blocks of one rank after the other, from this rank's own on backwards."""
+    def parts(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[KeyValues]:
+        """Yield the keys and values of one rank after the other, from this rank's own on backwards."""
         held = [key.contiguous(), value.contiguous()]
         for step in range(self._ranks):
             transfer = self._send(held) if step < self._ranks - 1 else None
-            yield local_blocks(held[0], held[1], sequence.runs[self._owner(step)])
+            yield KeyValues(runs=sequence.runs[self._owner(step)], key=held[0], value=held[1])
             if transfer is not None:
                 held = transfer.finish()
 
@@ -134,20 +140,22 @@ class RingExchange:
         self, key: Tensor, value: Tensor, sequence: SequenceSlice, compute: Gradients
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of this rank's keys and values. Those of others travel on until they are home."""
-        local: list[Tensor] = []
+        local: KeyValues | None = None
         traveling: _RingTransfer | None = None
-        for step, blocks in enumerate(self.blocks(key, value, sequence)):
-            parts = compute(blocks)
-            here = [torch.cat(each, dim=2) for each in zip(*parts, strict=True)]
-            if step == 0:
+        for held in self.parts(key, value, sequence):
+            here = compute(held)
+            if local is None:
                 local = here
                 continue
             if traveling is not None:
-                here = [mine.add_(theirs) for mine, theirs in zip(here, traveling.finish(), strict=True)]
-            traveling = self._send([each.to(key.dtype) for each in here])
+                _add(here, traveling.finish())
+                traveling = None  # so that what was sent is freed before more is
+            traveling = self._send([here.key.to(key.dtype), here.value.to(value.dtype)])
+            del here, held  # neither must live while those of the next rank arrive
+        assert local is not None
         assert traveling is not None
-        of_key, of_value = (mine.add_(theirs) for mine, theirs in zip(local, traveling.finish(), strict=True))
-        return of_key.to(key.dtype), of_value.to(value.dtype)
+        _add(local, traveling.finish())
+        return local.key.to(key.dtype), local.value.to(value.dtype)
 
     def _owner(self, step: int) -> int:
         return (self._rank - step) % self._ranks
@@ -170,10 +178,17 @@ class _RingTransfer:
         self._received = received
 
     def finish(self) -> list[Tensor]:
-        """Wait, and return what has arrived."""
+        """Wait, free what was sent, and return what has arrived."""
         for work in self._works:
             work.wait()
+        self._sent = []
         return self._received
+
+
+def _add(sums: KeyValues, of_others: list[Tensor]) -> None:
+    """Add the gradients of keys and values that another rank has sent."""
+    sums.key.add_(of_others[0])
+    sums.value.add_(of_others[1])
 
 
 Exchange = NoExchange | GatherExchange | RingExchange

@@ -9,7 +9,7 @@ Dims: b samples, s positions of a sequence, c ranks that share it, n = s/c posit
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 TILE = 512
@@ -47,6 +47,14 @@ class Tile:
             start = max(0, behind + first)
             pairs += max(0, end - start)
         return pairs
+
+    def split_keys(self, most: int) -> Iterator["Tile"]:
+        """Yield tiles of so many keys at most, of keys that each query sees; another tile as it is."""
+        if self.offset is not None:
+            yield self
+            return
+        for start in range(self.keys.start, self.keys.stop, most):
+            yield replace(self, keys=slice(start, min(self.keys.stop, start + most)))
 
 
 def zigzag(ranks: int, length: int) -> tuple[tuple[range, ...], ...]:
