@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-_SCORES = 1 << 24
+MOST_SCORES = 1 << 24
 """Scores that exist at a time where no kernel of PyTorch computes them piece by piece."""
 _aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -41,15 +41,21 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: "Til
             query, key, value, 0.0, mask.is_causal, False, scale=scores.scale
         )
         return computed[0], computed[1]
-    outputs = []
-    every_sum = []
+    output = query.new_empty((*query.shape[:3], value.shape[-1]))
+    sums = torch.empty(query.shape[:3], dtype=exact(query), device=query.device)
     for part in _parts(query, key):
-        values = _scores(query[:, :, part], key, scores, mask, part)[0]
-        sums = values.logsumexp(dim=-1)
-        weights = (values - sums[..., None]).exp().to(value.dtype)
-        outputs.append((_by_group(weights, value) @ value[:, :, None]).flatten(1, 2))
-        every_sum.append(sums)
-    return torch.cat(outputs, dim=2), torch.cat(every_sum, dim=2)
+        output[:, :, part], sums[:, :, part] = _attend_part(query[:, :, part], key, value, scores, mask, part)
+    return output, sums
+
+
+def _attend_part(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: "TileMask", part: slice
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of a part of the queries of a tile."""
+    values, _ = _scores(query, key, scores, mask, part)
+    sums = values.logsumexp(dim=-1)
+    weights = values.sub_(sums[..., None]).exp_().to(value.dtype)
+    return (_by_group(weights, value) @ value[:, :, None]).flatten(1, 2), sums
 
 
 def gradients(
@@ -99,23 +105,46 @@ def gradients(
             scale=scores.scale,
         )
         return computed[0], computed[1], computed[2]
-    of_query = []
+    of_query = torch.empty_like(query)
     of_key = torch.zeros(key.shape, dtype=exact(key), device=key.device)
     of_value = torch.zeros(value.shape, dtype=exact(value), device=value.device)
-    means = (gradient.to(sums.dtype) * output.to(sums.dtype)).sum(dim=-1, keepdim=True)  # [b, h, q, 1]
     for part in _parts(query, key):
-        values, slope = _scores(query[:, :, part], key, scores, mask, part)
-        weights = (values - sums[:, :, part, None]).exp()
-        received = _by_group(gradient[:, :, part], value)
-        of_value += (_by_group(weights.to(gradient.dtype), value).mT @ received).sum(dim=2, dtype=of_value.dtype)
-        changes = (received @ value[:, :, None].mT).flatten(1, 2).to(sums.dtype)
-        changes = weights * (changes - means[:, :, part]) * scores.scale
-        if slope is not None:
-            changes = changes * slope
-        shared = _by_group(changes.to(query.dtype), key)
-        of_query.append((shared @ key[:, :, None]).flatten(1, 2))
-        of_key += (shared.mT @ _by_group(query[:, :, part], key)).sum(dim=2, dtype=of_key.dtype)
-    return torch.cat(of_query, dim=2), of_key.to(key.dtype), of_value.to(value.dtype)
+        at = (slice(None), slice(None), part)
+        weights, changes = _weights_and_changes(
+            gradient[at], query[at], key, value, output[at], sums[at], scores, mask, part
+        )
+        received = _by_group(gradient[at], value)
+        of_value += (_by_group(weights, value).mT @ received).sum(dim=2, dtype=of_value.dtype)
+        shared = _by_group(changes, key)
+        of_query[at] = (shared @ key[:, :, None]).flatten(1, 2)
+        of_key += (shared.mT @ _by_group(query[at], key)).sum(dim=2, dtype=of_key.dtype)
+        del weights, changes, shared  # the scores of one part live at a time
+    return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
+
+
+def _weights_and_changes(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    scores: Scores,
+    mask: "TileMask",
+    part: slice,
+) -> tuple[Tensor, Tensor]:
+    """Return the softmax's weights of a part of the queries, and the gradients of the products of queries and keys.
+
+    Both are [b, h, q, k], in the dtype of the queries.
+    """
+    values, slope = _scores(query, key, scores, mask, part)
+    weights = values.sub_(sums[..., None]).exp_()
+    changes = (_by_group(gradient, value) @ value[:, :, None].mT).flatten(1, 2).to(sums.dtype)
+    means = (gradient.to(sums.dtype) * output).sum(dim=-1, keepdim=True)  # [b, h, q, 1]
+    changes.sub_(means).mul_(weights).mul_(scores.scale)
+    if slope is not None:
+        changes.mul_(slope)
+    return weights.to(query.dtype), changes.to(query.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,20 +193,20 @@ def _has_flash(query: Tensor, scores: Scores, mask: TileMask) -> bool:
 def _parts(query: Tensor, key: Tensor) -> list[slice]:
     """Cut queries such that the scores of a part are few."""
     samples, heads, count = query.shape[:3]
-    size = max(1, _SCORES // max(1, samples * heads * key.shape[2]))
+    size = max(1, MOST_SCORES // max(1, samples * heads * key.shape[2]))
     return [slice(start, min(count, start + size)) for start in range(0, count, size)]
 
 
 def _scores(query: Tensor, key: Tensor, scores: Scores, mask: TileMask, part: slice) -> tuple[Tensor, Tensor | None]:
     """Return the masked scores of queries [b, h, q, k], and their slope by the products where tanh bounds them."""
-    values = (_by_group(query, key) @ key[:, :, None].mT).flatten(1, 2).to(exact(query)) * scores.scale
+    values = (_by_group(query, key) @ key[:, :, None].mT).flatten(1, 2).to(exact(query)).mul_(scores.scale)
     slope = None
     if scores.softcap is not None:
-        bounded = torch.tanh(values / scores.softcap)
-        slope = 1 - bounded.square()
-        values = bounded * scores.softcap
+        values.div_(scores.softcap).tanh_()
+        slope = 1 - values.square()
+        values.mul_(scores.softcap)
     if mask.offset is not None:
-        values = values.masked_fill(mask.visible(part, query.device).logical_not(), -torch.inf)
+        values.masked_fill_(mask.visible(part, query.device).logical_not(), -torch.inf)
     return values, slope
 
 
