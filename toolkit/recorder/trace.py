@@ -2,13 +2,15 @@
 
 import gc
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from toolkit.parallel.context.kernels import MOST_SCORES
 
 aten = torch.ops.aten
 
@@ -69,7 +71,7 @@ class Trace(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 widened = any(tensor is statistic for statistic in statistics) and tensor.itemsize == 2
                 self._watch(tensor, is_cast=is_cast, scale=2 if widened else 1)
-        size = workspace(func, args, result) if self.on_gpu else 0
+        size = workspace(func, args, kwargs or {}) if self.on_gpu else 0
         if size:
             self._count += 1
             self._now.events += [(self._count, size), (self._count, -size)]
@@ -100,16 +102,36 @@ class Trace(TorchDispatchMode):
             self._now.events.append((number, -size))
 
 
-def workspace(func: Any, args: Any, result: Any) -> int:
+def workspace(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
     """Bytes that a GPU's kernel allocates beside its result and frees before it returns."""
     if func is aten._softmax_backward_data.default:
         # The product of gradient and result (ATen/native/cuda/SoftMax.cu).
         return int(args[1].nbytes)
     if func is aten._scaled_dot_product_flash_attention_backward.default:
-        # The query's gradient in fp32, and for grouped queries each query head's own gradient of key and value, which
-        # are summed at the end (ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd).
-        query = args[1]
-        key = args[2]
-        expanded = 2 * query.nbytes if key.shape[1] != query.shape[1] else 0
-        return int(4 * prod(query.shape) + expanded)
+        return _flash_workspace(args[1], args[2])
+    if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        # In a rehearsal this kernel stands for what a GPU runs in its place (toolkit/parallel/context/kernels.py).
+        has_flash = args[1].itemsize == 2 and kwargs.get("attn_mask") is None
+        return _flash_workspace(args[1], args[2]) if has_flash else _scores_workspace(args[1], args[2])
     return 0
+
+
+def _flash_workspace(query: torch.Tensor, key: torch.Tensor) -> int:
+    """The query's gradient in fp32, and for grouped queries the gradients of key and value by query heads, which are
+    summed at the end (ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd).
+    """
+    heads_of_key = query.shape[1] // key.shape[1]
+    by_query_head = 2 * heads_of_key * key.nbytes if heads_of_key > 1 else 0
+    return int(4 * query.numel() + by_query_head)
+
+
+def _scores_workspace(query: torch.Tensor, key: torch.Tensor) -> int:
+    """The weights of a part of the scores and their gradients, in fp32 and as they are multiplied; the gradient of the
+    key by query heads, and its sum over them; and in 16 bits the gradients of key and value in fp32
+    (toolkit/parallel/context/kernels.py).
+    """
+    scores = min(MOST_SCORES, query.shape[:3].numel() * key.shape[2])
+    of_key = query.shape[1] // key.shape[1] * key.nbytes + 4 * key.numel()
+    if query.itemsize > 2:
+        return int(8 * scores + of_key)
+    return int(12 * scores + of_key + 8 * key.numel())

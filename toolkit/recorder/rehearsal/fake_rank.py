@@ -88,7 +88,7 @@ class FakeRank(CollectiveRecorder):
         else:
             forget_values(func, args)
             result = func(*args, **kwargs)
-        self.live.see(func, args, result)
+        self.live.see(func, args, kwargs, result)
         return result
 
     def _answer(self, dtype: torch.dtype) -> bool | int:

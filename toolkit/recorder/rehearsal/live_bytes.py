@@ -1,6 +1,7 @@
 """LiveBytes: what storages hold while code runs on tensors without memory, and the most that they held."""
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ class LiveBytes:
         self.peak = 0
         self._seen: set[int] = set()
 
-    def see(self, func: Any, args: Any, result: Any) -> None:
+    def see(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         """Count what an operation has returned, and what its kernel had allocated meanwhile."""
         if isinstance(result, torch.Tensor):
             self._count(result)
@@ -27,7 +28,7 @@ class LiveBytes:
                 if isinstance(tensor, torch.Tensor):
                     self._count(tensor)
         if self.on_gpu:
-            self.peak = max(self.peak, self.bytes + workspace(func, args, result))
+            self.peak = max(self.peak, self.bytes + workspace(func, args, kwargs))
 
     def _count(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "meta":
