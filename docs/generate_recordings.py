@@ -39,8 +39,8 @@ RANKS = (1, 2, 4, 8)
 RECOMPUTATIONS: tuple[Recompute, ...] = ("none", "full")
 EXPERT_RANKS = tuple(product((1, 2), (2, 4, 8)))
 """tp and ep, of mixtures of experts."""
-Kind = Literal["whole", "experts", "sequence parallel", "stages"]
-KINDS: tuple[Kind, ...] = ("whole", "experts", "stages", "sequence parallel")
+Kind = Literal["whole", "experts", "blocks", "sequence parallel", "stages"]
+KINDS: tuple[Kind, ...] = ("whole", "experts", "blocks", "stages", "sequence parallel")
 """The settings that are asked for most come first."""
 
 
@@ -90,7 +90,8 @@ def add(name: str, kind: Kind) -> None:
         if rank_pass.key in known:
             continue
         try:
-            known[rank_pass.key] = [record(rank_pass, s).encoded() for s in lengths]
+            has_masks = rank_pass.computation.attention != "blocks"
+            known[rank_pass.key] = [record(rank_pass, s).encoded() for s in (lengths if has_masks else lengths[:1])]
         except ToolkitError as error:
             known[rank_pass.key] = []  # for instance more ranks than heads
             print(f"{name}, {rank_pass.key}: {error}", file=sys.stderr)
@@ -104,11 +105,17 @@ def add(name: str, kind: Kind) -> None:
 
 def passes(config: str, attention: Attention, kind: Kind) -> Iterator[RankPass]:
     """The settings of one kind."""
+    if kind == "blocks":  # long samples, one in a micro-batch
+        for tp, recompute in product(RANKS, RECOMPUTATIONS):
+            layout = Layout(tp=tp, recompute=recompute)
+            yield RankPass(config=config, layout=layout, computation=Computation(attention="blocks"), samples="one")
+        return
     computation = Computation(attention=attention)
     if kind == "experts":
         for (tp, ep), recompute in product(EXPERT_RANKS, RECOMPUTATIONS):
             layout = Layout(dp=ep, ep=ep, tp=tp, recompute=recompute)
             yield RankPass(config=config, layout=layout, computation=computation)
+            yield RankPass(config=config, layout=layout, computation=Computation(attention="blocks"), samples="one")
         return
     parallel = kind == "sequence parallel"
     stages: tuple[StagePart, ...] = () if kind == "whole" else ("first", "middle", "last")

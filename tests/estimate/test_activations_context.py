@@ -32,10 +32,14 @@ def _kept(case: Case) -> int:
         Case(family="qwen3", dtype=torch.float32, samples=1),
         Case(family="llama", recompute="full"),
         Case(family="llama", documents=3),
+        Case(family="mistral"),
+        Case(family="gemma3_text"),
+        Case(family="gpt_oss", attention="eager", changes={"attention_dropout": 0.0}),
+        Case(family="deepseek_v3"),
     ],
     ids=str,
 )
 def test_a_rank_keeps_what_its_share_of_positions_keeps(case: Case, ranks: Callable[..., list[Any]]) -> None:
-    share = Case(**{**vars(case), "documents": 1})  # there is no mask
+    share = Case(**{**vars(case), "documents": 1, "attention": "blocks"})  # there is no mask
     for measured in ranks(_kept, 2, case):
         assert share.predicted_kept() == pytest.approx(measured, rel=0.01)

@@ -6,6 +6,7 @@ import pytest
 from training_setups import rank_pass
 
 from toolkit.estimate.caching_allocator import CachingAllocator, MemoryBlock
+from toolkit.estimate.recorded.activations import UnrecordedInLayer
 from toolkit.estimate.recorded.recording import Recording, config_text
 from toolkit.estimate.training_step import Live, PassReplay
 from toolkit.recorder.record import record
@@ -32,9 +33,9 @@ class Counter(CachingAllocator):
         self.allocated -= block.size
 
 
-def recorded(family: str, **changes: Any) -> Recording:
-    attention = "eager" if family == "bloom" else "sdpa"
-    return record(rank_pass(config_text(FAMILIES[family]), attention=attention, **changes), 256)
+def recorded(family: str, attention: str | None = None, **changes: Any) -> Recording:
+    kind = attention or ("eager" if family == "bloom" else "sdpa")
+    return record(rank_pass(config_text(FAMILIES[family]), attention=kind, **changes), 256)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -61,19 +62,39 @@ def test_a_replay_allocates_what_the_estimate_adds_up(family: str, changes: dict
 
 
 def test_a_replay_has_what_a_layer_takes_beside_its_recording() -> None:
+    recording = recorded("llama", attention="blocks")
+    layer = recording.at(2, 512).backward[0]
+    assert layer.at_attention is not None
+    room = layer.peak - layer.at_attention
+    assert room > 0
+    large = 10_000_000
+    plain = replayed_peak(recording, UnrecordedInLayer())
+    # What attention takes comes at another moment than the worst of the layer, at which there is more.
+    assert replayed_peak(recording, UnrecordedInLayer(in_attention=room // 2)) == plain
+    in_attention = replayed_peak(recording, UnrecordedInLayer(in_attention=large))
+    before_attention = replayed_peak(recording, UnrecordedInLayer(before_attention=large))
+    assert in_attention == before_attention - room
+    # What is there until attention begins is freed then.
+    assert replayed_peak(recording, UnrecordedInLayer(in_attention=large, before_attention=large)) == before_attention
+
+
+def test_where_another_attention_was_recorded_what_the_toolkits_takes_adds_to_the_peak_of_a_layer() -> None:
     recording = recorded("llama")
-    expected = recording.at(2, 512)
-    peaks = []
-    for in_layer in (0, 10_000_000):
-        counter = Counter()
-        replay = PassReplay(recording, range(7), 2, 512, counter, in_layer=in_layer)
-        live = Live()
-        for _ in (*replay.forward(live), *replay.backward(live)):
-            pass
-        assert counter.allocated == 0
-        peaks.append(counter.peak_allocated)
-        assert peaks[-1] == pytest.approx(expected.worst_moment(range(7), in_layer=in_layer).total, rel=3e-3)
-    assert peaks[1] > peaks[0]
+    in_attention = replayed_peak(recording, UnrecordedInLayer(in_attention=10_000_000))
+    assert in_attention == replayed_peak(recording, UnrecordedInLayer(before_attention=10_000_000))
+
+
+def replayed_peak(recording: Recording, unrecorded: UnrecordedInLayer) -> int:
+    """Return the peak of a replay, which is what the estimate says."""
+    counter = Counter()
+    replay = PassReplay(recording, range(7), 2, 512, counter, unrecorded=unrecorded)
+    live = Live()
+    for _ in (*replay.forward(live), *replay.backward(live)):
+        pass
+    assert counter.allocated == 0
+    expected = recording.at(2, 512).worst_moment(range(7), unrecorded=unrecorded)
+    assert counter.peak_allocated == pytest.approx(expected.total, rel=3e-3)
+    return counter.peak_allocated
 
 
 def test_a_replay_in_autocast_has_the_copies_of_weights() -> None:

@@ -11,7 +11,7 @@ from allocations import DeviceBytes, LiveBytes
 from training_setups import rank_pass
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from toolkit.estimate.recorded.activations import Activations
+from toolkit.estimate.recorded.activations import Activations, UnrecordedInLayer
 from toolkit.estimate.recorded.recording import RankPass, config_text
 from toolkit.estimate.recorded.recordings import activations
 from toolkit.estimate.recorded.tiled_mlp import narrow, tile_bytes
@@ -149,11 +149,13 @@ class Case:
 
     def predicted_peak(self) -> int:
         """What the toolkit says that lives at the worst moment."""
-        tile = 0
+        unrecorded = UnrecordedInLayer()
         if self.tiled:
             shape = ModelShape.from_config(self.config().to_dict())
-            tile = tile_bytes(shape, self.samples * SEQ_LEN, self.dtype.itemsize, tp=1)
-        return self.estimate().worst_moment(range(self.layers()), offloaded=self.offload, in_layer=tile).total
+            unrecorded = UnrecordedInLayer(
+                before_attention=tile_bytes(shape, self.samples * SEQ_LEN, self.dtype.itemsize, tp=1)
+            )
+        return self.estimate().worst_moment(range(self.layers()), offloaded=self.offload, unrecorded=unrecorded).total
 
     def layers(self) -> int:
         """Decoder layers."""

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Attention = Literal["eager", "sdpa", "flash"]
+Attention = Literal["eager", "sdpa", "flash", "blocks"]
+"""`blocks`: the toolkit's own (toolkit/parallel/context/), which makes no mask."""
 Device = Literal["cuda", "cpu"]
 
 

@@ -23,7 +23,7 @@ from toolkit.estimate.schedule_memory import SchedulePeak, StageBytes, schedule_
 from toolkit.estimate.stage_bounds import stages_of_rank
 from toolkit.estimate.states import ModelStates
 from toolkit.estimate.training_setup import TrainingSetup
-from toolkit.estimate.unrecorded import bytes_in_backward_layer, unrecorded_bytes
+from toolkit.estimate.unrecorded import unrecorded_bytes, unrecorded_in_layer
 from toolkit.hardware import Gpu
 
 
@@ -142,11 +142,11 @@ class _ScheduledStage:
         if stand_ins:
             waiting = _linear_layer_bytes(setup, rank, layers) + head.waiting
         largest_gradient = setup.model.parameters.largest_matrix(layers, tp=setup.layout.tp) * rank.itemsize
-        in_layer = bytes_in_backward_layer(setup, rank)
+        unrecorded = unrecorded_in_layer(setup, rank)
         bytes_of_pass = StageBytes(
             forward=recorded.peak_with_loss(layers) + beside_recording,
             kept=recorded.kept(layers) + beside_recording,
-            backward=recorded.backward_peak(layers, in_layer=in_layer) + beside_recording,
+            backward=recorded.backward_peak(layers, unrecorded=unrecorded) + beside_recording,
             waiting=waiting,
             # W goes through the layers from the first one, and comes to the head last.
             weights=max(waiting + largest_gradient, head.waiting + head.product),

@@ -16,7 +16,7 @@ from toolkit.estimate.recorded.recordings import activations
 from toolkit.estimate.states import ModelStates
 from toolkit.estimate.training_setup import TrainingSetup
 from toolkit.estimate.training_step import TrainingStep
-from toolkit.estimate.unrecorded import bytes_in_backward_layer, unrecorded_bytes
+from toolkit.estimate.unrecorded import unrecorded_bytes, unrecorded_in_layer
 from toolkit.estimate.worst_moment import WorstMoment, worst_moment
 from toolkit.hardware import Gpu
 
@@ -33,8 +33,8 @@ def stage_breakdown(
     rank_pass = stage_pass(setup, stage, rank.precision, stand_ins=stand_ins)
     recorded = activations(rank_pass, setup.micro_batch_size, setup.rank_positions)
     in_flight = in_flight_micro_batches(layout.pp, stage, setup.accumulation)
-    in_layer = bytes_in_backward_layer(setup, rank)
-    worst = worst_moment(setup, recorded, rank, layers, in_flight=in_flight, in_layer=in_layer)
+    unrecorded = unrecorded_in_layer(setup, rank)
+    worst = worst_moment(setup, recorded, rank, layers, in_flight=in_flight, unrecorded=unrecorded)
     on_host = max(recorded.offloaded(layers)) if layout.offload_activations else 0
     buffers = pipeline_buffers(setup, engine, stage, rank.product_bytes)
     shares = ActivationShares.of(
@@ -45,9 +45,9 @@ def stage_breakdown(
         on_host=on_host,
         has_head=stage == layout.pp - 1,
     )
-    unrecorded = {kind: in_flight * size for kind, size in unrecorded_bytes(setup, layers, rank).items()}
-    unrecorded_total = sum(unrecorded.values())
-    peak = _stage_peak(rank.states, buffers, worst, shares, unrecorded)
+    beside_recording = {kind: in_flight * size for kind, size in unrecorded_bytes(setup, layers, rank).items()}
+    beside_recording_bytes = sum(beside_recording.values())
+    peak = _stage_peak(rank.states, buffers, worst, shares, beside_recording)
     breakdown = rank_breakdown(setup, engine, gpu, stage, rank, buffers, peak)
     step = TrainingStep(
         setup=setup,
@@ -58,8 +58,8 @@ def stage_breakdown(
         states=rank.states,
         params=rank.params,
         buffers=buffers,
-        in_layer=in_layer,
-        workspace=breakdown.workspace + unrecorded_total,
+        unrecorded=unrecorded,
+        workspace=breakdown.workspace + beside_recording_bytes,
     )
     return replace(
         breakdown,
@@ -74,11 +74,11 @@ def _stage_peak(
     buffers: PipelineBuffers,
     worst: WorstMoment,
     shares: ActivationShares,
-    unrecorded: Mapping[str, int],
+    beside_recording: Mapping[str, int],
 ) -> RankPeak:
     """Add states and buffers to the worst moment of the passes, and to the end of the step.
 
-    `unrecorded`: bytes of activations that the recording lacks, by kind, of all micro-batches in flight.
+    `beside_recording`: bytes of activations that the recording lacks, by kind, of all micro-batches in flight.
     """
     gradients = states.accumulated + worst.fresh_gradients
     buckets = states.buckets + buffers.at_peak
@@ -88,8 +88,8 @@ def _stage_peak(
         gradients=gradients,
         buckets=buckets,
         gathered=gathered,
-        activations=shares.shown(unrecorded),
+        activations=shares.shown(beside_recording),
         logits=shares.logits,
-        backward=gradients + buckets + gathered + worst.activations + sum(unrecorded.values()),
+        backward=gradients + buckets + gathered + worst.activations + sum(beside_recording.values()),
         update=max(last_gradient, max(states.reduction, states.step) + buffers.between),
     )

@@ -13,7 +13,8 @@ from toolkit.estimate.caching_allocator import CachingAllocator, MemoryBlock, Ou
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.pipeline_buffers import PipelineBuffers
 from toolkit.estimate.rank_parameters import RankParameters
-from toolkit.estimate.recorded.recording import RankPass, Recording, monomial_values, value_of
+from toolkit.estimate.recorded.activations import ALL_RECORDED, UnrecordedInLayer
+from toolkit.estimate.recorded.recording import AT_ATTENTION, RankPass, Recording, monomial_values, value_of
 from toolkit.estimate.recorded.recordings import recording
 from toolkit.estimate.states import ModelStates, TorchStates
 from toolkit.estimate.training_setup import TrainingSetup
@@ -22,6 +23,8 @@ Place = tuple[str, int | None]
 """A section: `forward` or `backward` with a layer's number on the stage, or the name of an end."""
 Live = dict[Place, list[MemoryBlock | None]]
 """Storages that outlived the sections of a micro-batch's pass, latest first; None for one that was freed since."""
+_MARK = (AT_ATTENTION, "", 0)
+"""AT_ATTENTION in the form of other events."""
 _NOT_HERE = -1
 """Start of a block that is not on the device."""
 _NOTHING = MemoryBlock(_NOT_HERE, 0, is_small=True)
@@ -34,8 +37,8 @@ class PassReplay:
     """Passes of micro-batches of b samples of s positions.
 
     `layers`: those of the stage. `casts`: whether autocast finds weights that it must copy, in fp32.
-    `offloads`: whether what layers keep goes to the host. `in_layer`: bytes in the backward pass of a layer, which the
-    recording lacks.
+    `offloads`: whether what layers keep goes to the host. `unrecorded`: what the recording of a layer's backward pass
+    lacks.
     """
 
     def __init__(
@@ -48,11 +51,15 @@ class PassReplay:
         *,
         casts: bool = True,
         offloads: bool = False,
-        in_layer: int = 0,
+        unrecorded: UnrecordedInLayer = ALL_RECORDED,
     ) -> None:
         events = recording.events
         self._offloads = offloads
-        self._in_layer = in_layer
+        self._in_attention = unrecorded.in_attention
+        self._before_attention = unrecorded.before_attention
+        if not any(AT_ATTENTION in section for section in events.sections.values()):
+            self._before_attention = unrecorded.largest
+        self._unrecorded: MemoryBlock | None = None
         self._allocator = allocator
         kinds = [recording.pattern[index] for index in layers]
         monomials = monomial_values(b, s)
@@ -86,10 +93,10 @@ class PassReplay:
         for layer in reversed(range(len(self._roles))):
             if self._offloads:
                 self._move(live, layer - 1, to_host=False)
-            beside = self._allocator.allocate(self._in_layer) if self._in_layer else None
+            if self._before_attention:
+                self._unrecorded = self._allocator.allocate(self._before_attention)
             place = self._run(live, "backward", layer)
-            if beside is not None:
-                self._allocator.free(beside)
+            self._free_unrecorded()
             yield place
         yield self._run(live, "embedding_backward")
         for blocks in live.values():
@@ -97,12 +104,23 @@ class PassReplay:
                 if block is not None and block.start >= 0:
                     self._allocator.free(block)
 
+    def _free_unrecorded(self) -> None:
+        """Free what a layer has until its attention."""
+        if self._unrecorded is not None:
+            self._allocator.free(self._unrecorded)
+            self._unrecorded = None
+
     def _run(self, live: Live, name: str, layer: int | None = None) -> Place:
         sizes = self._sizes
         allocate = self._allocator.allocate
         free = self._allocator.free
         made: list[MemoryBlock | None] = []
         for event in self._sections.get(name if layer is None else f"{name} {self._roles[layer]}", ()):
+            if event == _MARK:
+                self._free_unrecorded()
+                if self._in_attention:
+                    free(allocate(self._in_attention))
+                continue
             if isinstance(event, int) and event >= 0:
                 made.append(allocate(sizes[event]) if sizes[event] else _NOTHING)
                 continue
@@ -143,6 +161,8 @@ class PassReplay:
 
 
 def _parsed(event: str) -> tuple[str, str, int]:
+    if event == AT_ATTENTION:
+        return _MARK
     section, _, at = event.partition(":")
     direction, _, which = section.partition(" ")
     return direction, which, int(at)
@@ -163,8 +183,8 @@ class TrainingStep:
     states: ModelStates
     params: RankParameters
     buffers: PipelineBuffers
-    in_layer: int
-    """Bytes in the backward pass of a layer, which the recording lacks."""
+    unrecorded: UnrecordedInLayer
+    """What the recording of a layer's backward pass lacks."""
     workspace: int
     """Bytes that stay allocated beside model states and buffers."""
 
@@ -213,7 +233,7 @@ class TrainingStep:
             allocator,
             casts=not gathers_16_bits,
             offloads=self.setup.layout.offload_activations,
-            in_layer=self.in_layer,
+            unrecorded=self.unrecorded,
         )
         for _ in range(_STEPS):
             gradients = self._micro_batches(allocator, passes)

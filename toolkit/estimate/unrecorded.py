@@ -6,9 +6,10 @@ and what the losses of routers keep come on top.
 
 from collections.abc import Sequence
 
-from toolkit.config.context_exchange import key_value_width
 from toolkit.config.layout import recomputes
+from toolkit.estimate.attention_moment import bytes_in_attention
 from toolkit.estimate.rank_states import RankStates
+from toolkit.estimate.recorded.activations import UnrecordedInLayer
 from toolkit.estimate.recorded.tiled_mlp import tile_bytes
 from toolkit.estimate.training_setup import TrainingSetup
 
@@ -42,19 +43,19 @@ def kept_by_router_losses(setup: TrainingSetup, layers: Sequence[int]) -> int:
     return _FP32_BYTES * tokens * experts.count * expert_layers * setup.router_losses
 
 
-def bytes_in_backward_layer(setup: TrainingSetup, rank: RankStates) -> int:
-    """Return the bytes in the backward pass of one layer that its recording lacks: of attention, or of an MLP's tile.
-
-    They are live at different moments, so that the larger of both counts.
-    """
+def unrecorded_in_layer(setup: TrainingSetup, rank: RankStates) -> UnrecordedInLayer:
+    """Return the bytes in the backward pass of one layer that its recording lacks, of attention and of a tile."""
     layout = setup.layout
-    of_attention = 0
-    of_tile = 0
+    in_attention = 0
+    before_attention = 0
     if layout.cp > 1 or setup.blocks:
-        of_attention = _key_value_bytes(setup, rank.product_bytes)
+        in_attention = bytes_in_attention(setup, rank.product_bytes)
+    if layout.cp_ulysses > 1 and layout.recompute != "none":
+        # Outputs as they were computed; those that came back to the rank are freed when attention begins.
+        before_attention += _layer_output_bytes(setup, rank.product_bytes)
     if layout.tiled_mlp:
-        of_tile = tile_bytes(setup.model.shape, setup.rank_tokens, rank.itemsize, tp=layout.tp)
-    return max(of_attention, of_tile)
+        before_attention += tile_bytes(setup.model.shape, setup.rank_tokens, rank.itemsize, tp=layout.tp)
+    return UnrecordedInLayer(in_attention=in_attention, before_attention=before_attention)
 
 
 def ulysses_elements(setup: TrainingSetup) -> int:
@@ -82,27 +83,6 @@ def _layers_that_keep_outputs(setup: TrainingSetup) -> int:
     if recompute == "selective":
         return 1
     return max(1, sum(not recomputes(recompute, layer) for layer in range(setup.model.shape.layers)))
-
-
-def _key_value_bytes(setup: TrainingSetup, itemsize: int) -> int:
-    """Bytes of keys and values in the backward pass of a layer's attention on a rank; `itemsize`: of their elements.
-
-    On one rank: their gradients in fp32. Gathered: those of whole sequences, and their gradients in fp32. In a ring:
-    those at hand and those that arrive, their gradients, of the rank's own as well, in fp32, and the gradients that are
-    sent and that arrive (toolkit/parallel/context/). Known error: they are added to the peak of the layer, which may be
-    another moment than attention.
-    """
-    layout = setup.layout
-    tokens = setup.rank_tokens
-    width = 2 * key_value_width(setup.model.shape, layout.cp_ulysses * layout.tp)
-    if layout.cp == 1:
-        return tokens * width * _FP32_BYTES
-    recomputed_outputs = 0
-    if layout.cp_ulysses > 1 and layout.recompute != "none":
-        recomputed_outputs = _layer_output_bytes(setup, itemsize)
-    if setup.exchange(itemsize) == "gather":
-        return recomputed_outputs + layout.cp * tokens * width * (itemsize + _FP32_BYTES)
-    return recomputed_outputs + layout.cp_ulysses * tokens * width * (4 * itemsize + 2 * _FP32_BYTES)
 
 
 def _exchanged_outputs(setup: TrainingSetup, layers: Sequence[int], itemsize: int) -> int:

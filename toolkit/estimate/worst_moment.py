@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from toolkit.estimate.rank_parameters import RankParameters
 from toolkit.estimate.rank_states import RankStates
-from toolkit.estimate.recorded.activations import Activations, Moment
+from toolkit.estimate.recorded.activations import Activations, Moment, UnrecordedInLayer
 from toolkit.estimate.training_setup import TrainingSetup
 
 _CAST_BYTES = 2
@@ -30,25 +30,31 @@ class WorstMoment:
 
 
 def worst_moment(
-    setup: TrainingSetup, recorded: Activations, rank: RankStates, layers: range, *, in_flight: int, in_layer: int
+    setup: TrainingSetup,
+    recorded: Activations,
+    rank: RankStates,
+    layers: range,
+    *,
+    in_flight: int,
+    unrecorded: UnrecordedInLayer,
 ) -> WorstMoment:
     """Find the worst moment of a stage with these layers, of which a backward or the forward pass may have it.
 
     Autocast keeps its copies of weights with the activations of each micro-batch. Under recomputation those of the
     forward pass, which it keeps of weights that train, are freed when the loss begins, and backward makes those of a
-    layer again. `in_layer`: bytes in the backward pass of a layer, which the recording lacks.
+    layer again. `unrecorded`: what the recording of a layer's backward pass lacks.
     """
     params = rank.params
     if not rank.copies_weights:
-        moment = _recorded_moment(setup, recorded, rank, layers, in_flight=in_flight, in_layer=in_layer)
+        moment = _recorded_moment(setup, recorded, rank, layers, in_flight=in_flight, unrecorded=unrecorded)
         return WorstMoment(activations=moment.activations, fresh_gradients=moment.gradients, casts=0)
     if setup.layout.recompute != "full":
         moment = _recorded_moment(
-            setup, recorded, rank, layers, in_flight=in_flight, in_layer=in_layer, casts=casts_to_come(params)
+            setup, recorded, rank, layers, in_flight=in_flight, unrecorded=unrecorded, casts=casts_to_come(params)
         )
         casts = _CAST_BYTES * params.matrices * in_flight
         return WorstMoment(activations=moment.activations, fresh_gradients=moment.gradients, casts=casts)
-    moment = _recorded_moment(setup, recorded, rank, layers, in_flight=in_flight, in_layer=in_layer)
+    moment = _recorded_moment(setup, recorded, rank, layers, in_flight=in_flight, unrecorded=unrecorded)
     in_backward = WorstMoment(
         activations=moment.activations,
         fresh_gradients=moment.gradients,
@@ -72,7 +78,7 @@ def _recorded_moment(
     layers: range,
     *,
     in_flight: int,
-    in_layer: int,
+    unrecorded: UnrecordedInLayer,
     casts: Sequence[int] = (),
 ) -> Moment:
     """Return the worst moment of the recording. `casts`: as `casts_to_come`; the others are those of `worst_moment`."""
@@ -84,7 +90,7 @@ def _recorded_moment(
         gradients_kept=[bytes_of_layer * numel // max(1, params.trained_layer) for numel in params.trained_layers],
         casts_to_come=casts,
         offloaded=setup.layout.offload_activations,
-        in_layer=in_layer,
+        unrecorded=unrecorded,
     )
 
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from toolkit.estimate.recorded.recording import Events, Polynomial
-from toolkit.recorder.trace import TracedSection
+from toolkit.estimate.recorded.recording import AT_ATTENTION, Events, Polynomial
+from toolkit.recorder.trace import ATTENTION, TracedSection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,9 @@ class _EventWriter:
         """Yield the events of a section, as `Events` describes them."""
         allocated: dict[int, int] = {}
         for number, size in section.events:
-            if size > 0:
+            if (number, size) == ATTENTION:
+                yield AT_ATTENTION
+            elif size > 0:
                 allocated[number] = len(allocated)
                 entry = (self._size_of[number], number in self._casts)
                 yield self._table.setdefault(entry, len(self._table))

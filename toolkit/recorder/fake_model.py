@@ -21,6 +21,7 @@ from toolkit.estimate.recorded.recording import RankPass
 from toolkit.estimate.trainable import Trainable
 from toolkit.model_init.selective_recompute import recompute_attention
 from toolkit.models.families.spec import SPELLINGS
+from toolkit.parallel.context import attention
 from toolkit.parallel.experts.sharding import ExpertSharder, experts_in
 from toolkit.parallel.loss import token_loss_sum
 from toolkit.parallel.model_structure import ModelStructure, analyze_model
@@ -30,11 +31,12 @@ from toolkit.parallel.tensor.parallelize import TensorParallelizer
 from toolkit.parallel.tensor.vocabulary import VocabularyShard, vocab_parallel_token_loss_sum
 from toolkit.recorder.chunked_loss import ChunkedLoss, HiddenStates
 from toolkit.recorder.frozen import RecordedAdapters, freeze, receives_gradients
-from toolkit.recorder.gpu_kernels import attend
+from toolkit.recorder.gpu_kernels import as_autocast, attend
 from toolkit.recorder.routing import groups
 
 _MOST_POSITIONS = 2048
 _FLASH = "fused_without_mask"  # "flash" in a name would make transformers look for a package
+_BLOCKS = "blocks_without_mask"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,6 @@ def build(rank_pass: RankPass, mode: Mode) -> FakeModel:
     _enable_recompute(rank_pass, model)
     (model if stage is None else stage).train()
     vocabulary_shard = VocabularyShard.of(vocabulary, tensor_group) if layout.tp > 1 else None
-    text = text_config(model)
     weight_gradients = _queued_weight_gradients(rank_pass, model, layers)
     return FakeModel(
         model=model,
@@ -134,10 +135,18 @@ def build(rank_pass: RankPass, mode: Mode) -> FakeModel:
         running=running,
         pattern=pattern,
         loss_sum=_loss_sum(rank_pass, model, vocabulary_shard, tensor_group),
-        hidden=int(text.hidden_size),
-        window=getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None),
+        hidden=int(text_config(model).hidden_size),
+        window=_window(rank_pass, model),
         weight_gradients=weight_gradients,
     )
+
+
+def _window(rank_pass: RankPass, model: PreTrainedModel) -> int | None:
+    """Return the positions from which masks of a window or of chunks appear; None where none do."""
+    if rank_pass.computation.attention == "blocks":
+        return None
+    text = text_config(model)
+    return getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
 
 
 def _enable_recompute(rank_pass: RankPass, model: PreTrainedModel) -> None:
@@ -169,10 +178,11 @@ def _hugging_face_model(rank_pass: RankPass) -> PreTrainedModel:
     """Build the whole model on the meta device."""
     facts = json.loads(rank_pass.config)
     config = AutoConfig.for_model(facts.pop("model_type"), **facts)
-    attention = _FLASH if rank_pass.computation.attention == "flash" else rank_pass.computation.attention
+    kind = rank_pass.computation.attention
+    registered_name = {"flash": _FLASH, "blocks": _BLOCKS}.get(kind, kind)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=_dtype(rank_pass)
+            config, attn_implementation=registered_name, dtype=_dtype(rank_pass)
         )
     model.tie_weights()
     return model
@@ -373,5 +383,25 @@ def _flash(
     return attended.transpose(1, 2).contiguous(), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(_FLASH, _flash)
-ALL_MASK_ATTENTION_FUNCTIONS.register(_FLASH, lambda *arguments, **options: None)
+def _blocks(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The toolkit's attention as the operation of compiled layers, which needs no values without memory."""
+    query, key, value = (as_autocast(each) for each in (query, key, value))
+    token = torch.zeros(1, dtype=torch.int64)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output: torch.Tensor = attention.OPERATION(query, key, value, s_aux, token, scale, softcap)[0]
+    return output, None
+
+
+for _name, _function in ((_FLASH, _flash), (_BLOCKS, _blocks)):
+    ALL_ATTENTION_FUNCTIONS.register(_name, _function)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_name, lambda *arguments, **options: None)

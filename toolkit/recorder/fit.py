@@ -16,7 +16,7 @@ from toolkit.estimate.recorded.recording import (
     value_of,
 )
 from toolkit.recorder.events import LayerRoles, events_of
-from toolkit.recorder.trace import TracedSection
+from toolkit.recorder.trace import ATTENTION, TracedSection
 
 Size = tuple[int, int]
 """Number of samples, and of positions of each."""
@@ -205,14 +205,22 @@ class _FittedTrace:
         counted_casts = section.casts if name.startswith(("forward", "head")) else set[int]()
         without_casts = list(earlier)
         with_casts = list(earlier)
+        at_attention: list[Polynomial] = []
         for number, size in section.events:
+            if (number, size) == ATTENTION:
+                at_attention.append(total(with_casts))
+                continue
             change = self._change(number, size)
             if number not in self._casts:
                 without_casts.append(change)
                 with_casts.append(change)
             elif number in counted_casts:
                 with_casts.append(change)
-        return PassSection(delta=total(without_casts), peaks=PassSection.of(with_casts).peaks)
+        return PassSection(
+            delta=total(without_casts),
+            peaks=PassSection.of(with_casts).peaks,
+            at_attention=tuple(dict.fromkeys(at_attention)),
+        )
 
     def kept_by_part(self, name: str) -> dict[str, Polynomial]:
         """Return the bytes that a layer's section of that name keeps, by the part of the layer that allocates them.
@@ -222,7 +230,7 @@ class _FittedTrace:
         section = self._sections[name]
         changes: dict[str, list[Polynomial]] = {}
         for number, size in section.events:
-            if number not in self._casts:
+            if (number, size) != ATTENTION and number not in self._casts:
                 part = section.kinds.get(number) or "residual"
                 changes.setdefault(part, []).append(self._change(number, size))
         sums = {part: total(sizes) for part, sizes in changes.items()}

@@ -90,12 +90,7 @@ def attend(
     Shapes: q [b, heads, s, d], k and v [b, key-value heads, s, d]; returns [b, heads, s, d].
     Source: ATen/native/transformers/cuda/sdp_utils.cpp.
     """
-    kind = q.device.type
-    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        q = q.to(dtype)
-        k = k.to(dtype)
-        v = v.to(dtype)
+    q, k, v = (as_autocast(operand) for operand in (q, k, v))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         numbers = torch.zeros(attn_mask.shape, dtype=q.dtype, device=q.device)
         attn_mask = numbers.masked_fill_(attn_mask.logical_not(), float("-inf"))
@@ -114,3 +109,11 @@ def attend(
         )
     attended: torch.Tensor = outputs[0]
     return attended
+
+
+def as_autocast(operand: torch.Tensor) -> torch.Tensor:
+    """Cast an operand of attention as autocast does; what is on the meta device stays."""
+    device = operand.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return operand
+    return operand.to(torch.get_autocast_dtype(device))

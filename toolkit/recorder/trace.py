@@ -10,9 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from toolkit.parallel.context import attention
 from toolkit.parallel.context.kernels import MOST_SCORES
 
 aten = torch.ops.aten
+ATTENTION = (0, 0)
+"""The event of a backward pass at which the toolkit's attention runs, when its results are allocated."""
 
 
 @dataclass
@@ -21,7 +24,7 @@ class TracedSection:
 
     name: str
     events: list[tuple[int, int]] = field(default_factory=list)
-    """(number of a storage, its bytes): bytes are negative where it is freed."""
+    """(number of a storage, its bytes), from 1: bytes are negative where it is freed. Or ATTENTION."""
     kinds: dict[int, str] = field(default_factory=dict)
     """Number of a storage that is allocated here -> the part of the layer that allocates it."""
     casts: set[int] = field(default_factory=set)
@@ -71,6 +74,8 @@ class Trace(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 widened = any(tensor is statistic for statistic in statistics) and tensor.itemsize == 2
                 self._watch(tensor, is_cast=is_cast, scale=2 if widened else 1)
+        if func is attention.GRADIENTS_OPERATION:
+            self._now.events.append(ATTENTION)
         size = workspace(func, args, kwargs or {}) if self.on_gpu else 0
         if size:
             self._count += 1

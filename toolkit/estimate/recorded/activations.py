@@ -10,12 +10,41 @@ from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
 
+class UnrecordedInLayer(NamedTuple):
+    """Bytes in the backward pass of a layer that its recording lacks."""
+
+    in_attention: int = 0
+    """Bytes while the toolkit's attention runs, beside its results."""
+    before_attention: int = 0
+    """Bytes until then, for instance of a tile of the MLP."""
+
+    @property
+    def largest(self) -> int:
+        """The larger of both."""
+        return max(self)
+
+
+ALL_RECORDED = UnrecordedInLayer()
+
+
 @dataclass(frozen=True, kw_only=True)
 class SectionBytes:
     """A section in bytes, beyond what is live when it begins: at its end, and at its worst moment."""
 
     delta: int
     peak: int
+    at_attention: int | None = None
+    """Bytes when the backward pass of the toolkit's attention runs, with its results; None for another attention."""
+
+    def peak_with(self, unrecorded: UnrecordedInLayer) -> int:
+        """Return the most that is live with what the recording of a layer's backward pass lacks.
+
+        Known error: a tile, and where another attention was recorded, as for the search of a plan, what the toolkit's
+        takes, is added to the layer's peak, which may be another moment.
+        """
+        if self.at_attention is None:
+            return self.peak + unrecorded.largest
+        return max(self.peak + unrecorded.before_attention, self.at_attention + unrecorded.in_attention)
 
 
 class Moment(NamedTuple):
@@ -98,21 +127,23 @@ class Activations:
         gradients_kept: Sequence[int] = (),
         casts_to_come: Sequence[int] = (),
         offloaded: bool = False,
-        in_layer: int = 0,
+        unrecorded: UnrecordedInLayer = ALL_RECORDED,
     ) -> Moment:
         """Return the moment at which most is live on a stage with these layers.
 
         `in_flight`: micro-batches whose activations are kept. `gradients_kept`: bytes of each layer's gradients, if
         this backward pass allocates them; each finished layer adds its own. `casts_to_come`: bytes of autocast's copies
         of weights that are counted beside this and not made yet, at each moment before the head. `offloaded`: what
-        layers keep goes to the host. `in_layer`: bytes in the backward pass of a layer, which the recording lacks.
+        layers keep goes to the host. `unrecorded`: what the recording of a layer's backward pass lacks.
         """
         moments = [
             Moment(activations=live - to_come)
             for live, to_come in zip_longest(self._forward_moments(layers), casts_to_come, fillvalue=0)
         ]
         moments.append(Moment(activations=self._at_loss(layers)))
-        moments += self._backward_moments(layers, gradients_kept=gradients_kept or [0] * len(layers), in_layer=in_layer)
+        moments += self._backward_moments(
+            layers, gradients_kept=gradients_kept or [0] * len(layers), unrecorded=unrecorded
+        )
         others = (in_flight - 1) * self.kept(layers)
         if offloaded:
             on_host = self.offloaded(layers)
@@ -128,7 +159,9 @@ class Activations:
         """Return the most that is live while the loss is computed."""
         return self.trunk(layers) + self.head.delta + self.loss.peak
 
-    def _backward_moments(self, layers: range, *, gradients_kept: Sequence[int], in_layer: int) -> Iterator[Moment]:
+    def _backward_moments(
+        self, layers: range, *, gradients_kept: Sequence[int], unrecorded: UnrecordedInLayer
+    ) -> Iterator[Moment]:
         """Yield the worst moment of the backward pass of the head, of each layer from the last one, and of what is
         before them. The arguments are those of `worst_moment`.
         """
@@ -139,7 +172,7 @@ class Activations:
         is_last = True
         for kind, layer_gradients in zip(reversed(self._kinds(layers)), reversed(gradients_kept), strict=True):
             section = self.backward[kind]
-            yield Moment(activations=live + section.peak + in_layer, gradients=gradients)
+            yield Moment(activations=live + section.peak_with(unrecorded), gradients=gradients)
             live += section.delta
             if is_last:
                 live += self._last_backward_beyond
@@ -171,12 +204,12 @@ class Activations:
         peaks = [self.forward[kind].peak for kind in set(self._kinds(layers))]
         return max(self.embedding.peak, self.embedding.delta + max(peaks, default=0))
 
-    def backward_peak(self, layers: range, *, in_layer: int = 0) -> int:
+    def backward_peak(self, layers: range, *, unrecorded: UnrecordedInLayer = ALL_RECORDED) -> int:
         """Return the most that is live in the backward pass of a micro-batch, without sums of gradients of weights.
 
-        `in_layer`: bytes in the backward pass of a layer, which the recording lacks.
+        `unrecorded`: what the recording of a layer's backward pass lacks.
         """
-        moments = self._backward_moments(layers, gradients_kept=[0] * len(layers), in_layer=in_layer)
+        moments = self._backward_moments(layers, gradients_kept=[0] * len(layers), unrecorded=unrecorded)
         return max(moment.activations for moment in moments)
 
     def left(self, layers: range) -> int:

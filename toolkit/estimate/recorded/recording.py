@@ -30,6 +30,8 @@ Polynomial = tuple[int, ...]
 MONOMIALS: tuple[tuple[int, int], ...] = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))
 """Exponents of b and s."""
 ZERO: Polynomial = (0,) * len(MONOMIALS)
+AT_ATTENTION = "attention"
+"""The event of a backward pass at which the toolkit's attention (`blocks`) runs. It allocates nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +131,8 @@ class PassSection:
     """Bytes that are live at the end."""
     peaks: tuple[Polynomial, ...]
     """Bytes that are live at the moments that may be the worst for some b and s."""
+    at_attention: tuple[Polynomial, ...] = ()
+    """Bytes that are live where the toolkit's attention runs in a backward pass, with its results."""
 
     @classmethod
     def of(cls, events: Iterable[Polynomial]) -> Self:
@@ -139,10 +143,10 @@ class PassSection:
         return cls(delta=levels[-1], peaks=peaks)
 
     @classmethod
-    def decoded(cls, numbers: Sequence[int], table: Sequence[Polynomial]) -> Self:
+    def decoded(cls, numbers: Sequence[int], table: Sequence[Polynomial], at_attention: Iterable[int] = ()) -> Self:
         """Read a section of a JSON recording, whose polynomials are numbered in `table`."""
         delta, *peaks = (table[number] for number in numbers)
-        return cls(delta=delta, peaks=tuple(peaks))
+        return cls(delta=delta, peaks=tuple(peaks), at_attention=tuple(table[number] for number in at_attention))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +157,7 @@ class Events:
     is the index of a size that is allocated; or -1 - n, which frees what the same section allocated as its nth; or
     names what another section allocated: `forward -1:0` is, of the storages that outlived the forward pass of the layer
     before, the last. The ends name layers by kind, which stands for all of that kind, or as `first` and `last`.
+    AT_ATTENTION is not about a storage.
     """
 
     sizes: tuple[Polynomial, ...]
@@ -278,6 +283,7 @@ class Recording:
             **{name: table.numbers_of(getattr(self, name)) for name in _ONCE},
             "forward": [table.numbers_of(section) for section in self.forward],
             "backward": [table.numbers_of(section) for section in self.backward],
+            "at_attention": [[table.number(level) for level in section.at_attention] for section in self.backward],
             "kinds": [{part: table.number(size) for part, size in sizes.items()} for sizes in self.kinds],
             "end_layers": [table.number(size) for size in self.end_layers],
             "sizes": table.polynomials,
@@ -290,13 +296,17 @@ class Recording:
         table = [tuple(size) for size in content["sizes"]]
         first, last, last_backward = (table[number] for number in content["end_layers"])
         least, most = content["positions"]
+        at_attention = content.get("at_attention", [()] * len(content["backward"]))
         return cls(
             positions=(least, most),
             unit=content["unit"],
             pattern=tuple(ord(kind) - ord("0") for kind in content["pattern"]),
             **{name: PassSection.decoded(content[name], table) for name in _ONCE},
             forward=tuple(PassSection.decoded(numbers, table) for numbers in content["forward"]),
-            backward=tuple(PassSection.decoded(numbers, table) for numbers in content["backward"]),
+            backward=tuple(
+                PassSection.decoded(numbers, table, at_attention=levels)
+                for numbers, levels in zip(content["backward"], at_attention, strict=True)
+            ),
             kinds=tuple({part: table[number] for part, number in numbers.items()} for numbers in content["kinds"]),
             end_layers=(first, last, last_backward),
             events=Events.decoded(content["events"]),
@@ -345,6 +355,7 @@ class _MicroBatchSize:
         return SectionBytes(
             delta=self.bytes_of(section.delta),
             peak=max(self.bytes_of(peak) for peak in section.peaks),
+            at_attention=max((self.bytes_of(level) for level in section.at_attention), default=None),
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from toolkit.config.layout import RECOMPUTE_PERIODS
 from toolkit.errors import ModelError
+from toolkit.estimate.computation import Attention
 from toolkit.estimate.parameters import ModelParameters
 from toolkit.estimate.recorded.activations import Activations
 from toolkit.estimate.recorded.chunked_head import has_hidden_size, in_chunks
@@ -139,15 +140,23 @@ def stand_in(rank_pass: RankPass, positions: int) -> RankPass:
     """Return the pass if it is recorded, else a recorded one that hardly needs less: for searches over many setups.
 
     Such a pass has no sequence parallelism, is of the whole model instead of a stage, or has the next lower power of
-    two of tensor-parallel ranks. Where none is recorded, it is the simplest of these, so that few recordings serve a
-    whole search.
+    two of tensor-parallel ranks; in place of the toolkit's attention it may have PyTorch's. Where none is recorded, it
+    is the simplest of these, so that few recordings serve a whole search.
     """
     layout = rank_pass.layout
     lower = 1 << (layout.tp.bit_length() - 1)
     without = replace(layout, sequence_parallel=False)
     simplest = replace(rank_pass, layout=without, part="whole", samples="many")
+    computation = rank_pass.computation
+    kinds: tuple[Attention, ...] = ("blocks", "sdpa") if computation.attention == "blocks" else (computation.attention,)
     choices = [
-        replace(rank_pass, layout=replace(layout, tp=tp, sequence_parallel=parallel), part=part)
+        replace(
+            rank_pass,
+            layout=replace(layout, tp=tp, sequence_parallel=parallel),
+            part=part,
+            computation=replace(computation, attention=kind),
+        )
+        for kind in kinds
         for tp in dict.fromkeys((layout.tp, lower))
         for part in dict.fromkeys((rank_pass.part, "whole"))
         for parallel in dict.fromkeys((layout.sequence_parallel, False))

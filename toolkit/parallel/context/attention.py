@@ -255,13 +255,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
-    gradients = _gradients_of_attention(gradient, *ctx.saved_tensors, ctx.scale, ctx.softcap)
-    of_query, of_key, of_value, of_sinks = gradients
-    has_sinks = ctx.saved_tensors[3] is not None
+    saved = ctx.saved_tensors  # read once: each time, a checkpoint or a hook would unpack all again
+    of_query, of_key, of_value, of_sinks = _gradients_of_attention(gradient, *saved, ctx.scale, ctx.softcap)
+    has_sinks = saved[3] is not None
     return of_query, of_key, of_value, of_sinks if has_sinks else None, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_save)
+OPERATION = torch.ops.dstk.attend.default
+"""`_attend`, which has shapes without values: recordings run it."""
+GRADIENTS_OPERATION = torch.ops.dstk.gradients_of_attention.default
+"""What its backward pass runs."""
 
 
 def _merged_output(
