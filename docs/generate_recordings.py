@@ -105,17 +105,19 @@ def add(name: str, kind: Kind) -> None:
 
 def passes(config: str, attention: Attention, kind: Kind) -> Iterator[RankPass]:
     """The settings of one kind."""
-    if kind == "blocks":  # long samples, one in a micro-batch
-        for tp, recompute in product(RANKS, RECOMPUTATIONS):
+    in_blocks = Computation(attention="blocks")
+    if kind == "blocks":
+        for tp, recompute, samples in product(RANKS, RECOMPUTATIONS, SAMPLES):
             layout = Layout(tp=tp, recompute=recompute)
-            yield RankPass(config=config, layout=layout, computation=Computation(attention="blocks"), samples="one")
+            yield RankPass(config=config, layout=layout, computation=in_blocks, samples=samples)
         return
     computation = Computation(attention=attention)
     if kind == "experts":
         for (tp, ep), recompute in product(EXPERT_RANKS, RECOMPUTATIONS):
             layout = Layout(dp=ep, ep=ep, tp=tp, recompute=recompute)
             yield RankPass(config=config, layout=layout, computation=computation)
-            yield RankPass(config=config, layout=layout, computation=Computation(attention="blocks"), samples="one")
+            for samples in SAMPLES:
+                yield RankPass(config=config, layout=layout, computation=in_blocks, samples=samples)
         return
     parallel = kind == "sequence parallel"
     stages: tuple[StagePart, ...] = () if kind == "whole" else ("first", "middle", "last")

@@ -4,6 +4,7 @@ import pytest
 from training_setups import memory_request
 
 from toolkit.config.layout import Layout
+from toolkit.config.recipe import Precision
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.model_facts import ModelFacts
 from toolkit.models.shape import local_config
@@ -12,12 +13,13 @@ MODEL = ModelFacts.from_config(local_config("llama-3.1-8b"))
 LENGTHS = (65536, 131072, 262144)
 
 
-def activation_bytes(cp: int, seq_len: int, **more: object) -> int:
+def activation_bytes(
+    cp: int, seq_len: int, *, model: ModelFacts = MODEL, precision: Precision = "bf16", **more: object
+) -> int:
     layout = Layout(dp=8 // cp, cp=cp, zero_stage=3, recompute="full")
     work = {"micro_batch_size": 1, "seq_len": seq_len, **more}
-    return (
-        memory_request(MODEL, layout, work, DeepSpeedSettings(zero_stage=3, precision="bf16")).peak().activation_total
-    )
+    settings = DeepSpeedSettings(zero_stage=3, precision=precision)
+    return memory_request(model, layout, work, settings).peak().activation_total
 
 
 @pytest.mark.parametrize("cp", [1, 2, 8])
@@ -27,6 +29,13 @@ def test_activations_are_linear_in_the_length_of_a_sequence(cp: int, documents: 
     short, middle, long = (activation_bytes(cp, length, documents=documents, blocks=blocks) for length in LENGTHS)
     assert middle / short == pytest.approx(2, rel=0.01)
     assert long / middle == pytest.approx(2, rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_windows_and_fp32_have_no_scores_of_whole_sequences(precision: Precision) -> None:
+    mistral = ModelFacts.from_config(local_config("mistral-7b"))
+    short, long = (activation_bytes(2, length, model=mistral, precision=precision) for length in LENGTHS[:2])
+    assert long / short == pytest.approx(2, rel=0.03)
 
 
 def test_ranks_share_activations_out() -> None:
