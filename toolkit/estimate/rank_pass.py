@@ -102,13 +102,12 @@ def _recorded_computation(setup: TrainingSetup) -> Computation:
     """Return what a recording depends on of what a pass computes."""
     layout = setup.layout
     computation = setup.computation
-    in_blocks = layout.cp > 1 or setup.blocks
     # Under Ulysses the mask belongs to no layer, and the toolkit's own attention has none.
-    layers_have_mask = layout.ulysses == 1 and not in_blocks
+    layers_have_mask = layout.ulysses == 1 and setup.attention != "blocks"
     shares_rows = setup.model.shape.experts is not None and setup.expert_owners > 1
     return replace(
         computation,
-        attention="blocks" if in_blocks else computation.attention,
+        attention=setup.attention,
         documents=computation.documents and layers_have_mask,
         trainable=without_4bit(computation.trainable),
         loss_chunk=min(computation.loss_chunk, setup.rank_tokens),

@@ -78,6 +78,11 @@ class TrainingSetup:
         """Samples of one step on all replicas."""
         return self.micro_batch_size * self.accumulation * self.layout.dp
 
+    @property
+    def attention(self) -> Attention:
+        """The attention that computes: under context parallelism the toolkit's own, in blocks."""
+        return "blocks" if self.layout.cp > 1 or self.blocks else self.computation.attention
+
     def exchange(self, itemsize: int) -> ExchangeKind:
         """Return how context-parallel ranks exchange keys and values, whose elements have `itemsize` bytes."""
         tokens = self.micro_batch_size * self.seq_len

@@ -48,7 +48,7 @@ def unrecorded_in_layer(setup: TrainingSetup, rank: RankStates) -> UnrecordedInL
     layout = setup.layout
     in_attention = 0
     before_attention = 0
-    if layout.cp > 1 or setup.blocks:
+    if setup.attention == "blocks":
         in_attention = bytes_in_attention(setup, rank.product_bytes)
     if layout.cp_ulysses > 1 and layout.recompute != "none":
         # Outputs as they were computed; those that came back to the rank are freed when attention begins.

@@ -127,7 +127,7 @@ class MemoryQuery:
         parts = [self.name, self._ranks_without(swept), self.recipe.precision, *_sizes(setup, swept)]
         if setup.accumulation > 1:
             parts.append(f"accumulation {setup.accumulation}")
-        parts.append(setup.computation.attention)
+        parts.append(setup.attention)
         if setup.layout.recompute != "none" and "recompute" not in swept:
             parts.append(f"recompute {setup.layout.recompute}")
         return ", ".join([*parts, *self._computation_words, *_layout_words(setup)])

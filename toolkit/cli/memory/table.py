@@ -248,7 +248,7 @@ def _asked(query: MemoryQuery) -> dict[str, Any]:
         "seq_len": setup.seq_len,
         "accumulation": setup.accumulation,
         "recompute": layout.recompute,
-        "attention": setup.computation.attention,
+        "attention": setup.attention,
         "trainable": setup.computation.trainable,
         "loss_chunk": setup.computation.loss_chunk,
         "sequence_parallel": layout.sequence_parallel,
