@@ -10,7 +10,7 @@ micro-batch; ranks are forked gloo ranks with one thread each. One rank alone ha
 
     measured     most bytes of live tensors at any moment of two steps, from the building of the model on, of all ranks;
                  what a kernel allocates and frees within is not seen
-    estimate     what `dstk memory` says that PyTorch allocates on a GPU
+    estimate     what `dstk memory` says that PyTorch allocates, with kernels of a CPU, which compute no scores
     per position bytes that the row has more than the one above, for each position that a rank has more there: if a
                  term grew with the square of the length, this would double from row to row
 """
@@ -19,6 +19,7 @@ import argparse
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -38,9 +39,10 @@ from rich.console import Console
 
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
+from toolkit.estimate.memory_request import MemoryRequest
 from toolkit.launch.local_ranks import preload, run_ranks
 from toolkit.launch.output import quiet
-from toolkit.planner.run_memory import estimate_for_run
+from toolkit.planner.run_memory import memory_request
 
 RANKS = (1, 2, 4, 8)
 LENGTHS = (2048, 4096, 8192, 16384)
@@ -78,7 +80,7 @@ def rows_of(folder: Path, ranks: int, lengths: tuple[int, ...]) -> list[list[str
         recipe = recipe_of(folder, ranks, length)
         job = Job.of(recipe, ranks)
         measured.append(max(run_ranks(live_peak, ranks, recipe, timeout_seconds=1800)))
-        estimated.append(max(stage.allocated for stage in estimate_for_run(recipe, job.layout, job.batch)))
+        estimated.append(max(stage.allocated for stage in _request(recipe, job).stages()))
     positions = [length // ranks for length in lengths]
     columns = [
         [f"cp{ranks}-z1"] * len(lengths),
@@ -89,6 +91,13 @@ def rows_of(folder: Path, ranks: int, lengths: tuple[int, ...]) -> list[list[str
         slopes(estimated, positions),
     ]
     return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _request(recipe: Recipe, job: Job) -> MemoryRequest:
+    """Ask for the memory of the recipe with kernels of a CPU."""
+    request = memory_request(recipe, job.layout, job.batch)
+    computation = replace(request.setup.computation, device="cpu")
+    return replace(request, setup=replace(request.setup, computation=computation))
 
 
 def live_peak(recipe: Recipe) -> int:

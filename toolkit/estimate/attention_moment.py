@@ -41,6 +41,7 @@ def bytes_in_attention(setup: TrainingSetup, itemsize: int) -> int:
         head_dim=shape.head_dim,
         itemsize=itemsize,
         shares_keys=shape.kv_heads < shape.heads,
+        on_gpu=setup.computation.device == "cuda",
     )
     ranks = layout.cp // layout.cp_ulysses
     windows = _windows(setup.model.config, setup.seq_len)
@@ -86,6 +87,7 @@ class _Operands:
     """Bytes of a number."""
     shares_keys: bool
     """Whether several query heads share keys and values."""
+    on_gpu: bool
 
     @property
     def _queries(self) -> int:
@@ -126,7 +128,7 @@ class _Operands:
         )
 
     def _kernel_bytes(self, windows: _Windows, positions: int, keys_in_window: int) -> int:
-        """Return the bytes of the results and the workspace of the kernel with most.
+        """Return the bytes of the results and the workspace of the kernel with most; a CPU's has no workspace.
 
         `positions`: queries, and keys, of a tile that no window cuts. `keys_in_window`: keys of one that a window cuts.
         """
@@ -142,8 +144,10 @@ class _Operands:
         """Return the bytes of flash attention: also the query's gradient in fp32, and those of key and value for each
         query head that shares them.
         """
+        results = self._result_bytes(positions, positions)
+        if not self.on_gpu:
+            return results
         queries = self.samples * positions * self.query_width
-        results = self.itemsize * (queries + self.samples * positions * self.key_value_width)
         by_query_head = 2 * self.itemsize * queries if self.shares_keys else 0
         return results + _FP32_BYTES * queries + by_query_head
 
@@ -151,10 +155,16 @@ class _Operands:
         """Return the bytes where scores are computed in parts: weights and their gradients, in fp32 and as they are
         multiplied; the key's gradient by query heads and its sum; and in 16 bits those of key and value in fp32.
         """
+        results = self._result_bytes(queries, keys)
+        if not self.on_gpu:
+            return results
         key_value_numbers = self.samples * keys * self.key_value_width
-        results = self.itemsize * (self.samples * queries * self.query_width + key_value_numbers)
         scores = min(_MOST_SCORES, self.samples * (self.query_width // self.head_dim) * queries * keys)
         of_key = self.itemsize * self.samples * keys * self.query_width + _FP32_BYTES * key_value_numbers // 2
         if self.itemsize == _FP32_BYTES:
             return results + of_key + 8 * scores
         return results + of_key + 12 * scores + _FP32_BYTES * key_value_numbers
+
+    def _result_bytes(self, queries: int, keys: int) -> int:
+        """Return the bytes of the gradients of so many queries, keys and values."""
+        return self.itemsize * self.samples * (queries * self.query_width + keys * self.key_value_width)
