@@ -59,9 +59,9 @@ class Setup:
     window: int | None = None
     samples: int = 2
 
-    def estimated_bytes(self) -> int:
+    def estimated_bytes(self, model_type: str = "mistral", **more: Any) -> int:
         config = {
-            "model_type": "mistral",
+            "model_type": model_type,
             "hidden_size": HEADS * HEAD_DIM,
             "intermediate_size": 1024,
             "num_hidden_layers": 2,
@@ -69,6 +69,7 @@ class Setup:
             "num_key_value_heads": self.kv_heads,
             "sliding_window": self.window,
             "vocab_size": 512,
+            **more,
         }
         setup = TrainingSetup(
             model=ModelFacts.from_config(config),
@@ -122,3 +123,17 @@ def test_attention_allocates_what_the_closed_form_says(
 def test_attention_in_windows_allocates_what_the_closed_form_says(kind: ExchangeKind, ranks: int, window: int) -> None:
     setup = Setup(kind=kind, ranks=ranks, kv_heads=4, window=window)
     assert setup.estimated_bytes() == pytest.approx(setup.allocated_bytes(), rel=0.03)
+
+
+@pytest.mark.parametrize("samples", [2, 16])
+def test_layers_without_a_window_count_where_some_have_one(samples: int) -> None:
+    """A window of 16 takes more than whole rows with few samples, and less with many."""
+    without = Setup(kind="ring", ranks=4, kv_heads=4, samples=samples).estimated_bytes()
+    windowed = Setup(kind="ring", ranks=4, kv_heads=4, samples=samples, window=16)
+    in_all_layers = windowed.estimated_bytes()
+    assert (in_all_layers > without) == (samples == 2)
+    most = max(without, in_all_layers)
+    assert windowed.estimated_bytes("gemma3_text", head_dim=HEAD_DIM) == most
+    mixed = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
+    assert windowed.estimated_bytes("qwen3", head_dim=HEAD_DIM, **mixed) == most
+    assert windowed.estimated_bytes("qwen3", head_dim=HEAD_DIM, use_sliding_window=False) == without

@@ -19,6 +19,8 @@ _MOST_SCORES = 1 << 24
 _TILE = 512
 """`TILE` of toolkit/parallel/context/sequence.py."""
 _LARGEST_FLASH_HEAD = 256
+_WINDOW_IN_ALL_LAYERS = frozenset({"ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"})
+"""Families of transformers whose layers all have the window that the config has."""
 
 
 def bytes_in_attention(setup: TrainingSetup, itemsize: int) -> int:
@@ -65,10 +67,12 @@ def _windows(config: str, seq_len: int) -> _Windows:
     """Read the windows of a config, as far as samples of so many tokens are longer."""
     text = text_config(json.loads(config))
     window = text.get("sliding_window") or 0
-    kinds = text.get("layer_types") or ["sliding_attention"]
-    if window >= seq_len or text.get("use_sliding_window") is False or "sliding_attention" not in kinds:
-        window = 0
-    return _Windows(positions=window, in_all_layers=window > 0 and set(kinds) == {"sliding_attention"})
+    kinds = set(text.get("layer_types") or ())
+    has_none = bool(kinds) and "sliding_attention" not in kinds
+    if window >= seq_len or text.get("use_sliding_window") is False or has_none:
+        return _Windows(positions=0, in_all_layers=False)
+    has_all = kinds == {"sliding_attention"} or (not kinds and text.get("model_type") in _WINDOW_IN_ALL_LAYERS)
+    return _Windows(positions=window, in_all_layers=window > 0 and has_all)
 
 
 @dataclass(frozen=True, kw_only=True)

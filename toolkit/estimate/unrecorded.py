@@ -1,7 +1,7 @@
 """Activations of a rank that the recording of its pass lacks, in bytes of one micro-batch.
 
-A recording is made on one rank, with plain attention: exchanges of context parallelism and of Ulysses, tiles of MLPs,
-and what the losses of routers keep come on top.
+A recording is made on one rank: what attention allocates in blocks, exchanges of context parallelism and of Ulysses,
+tiles of MLPs, and what the losses of routers keep come on top.
 """
 
 from collections.abc import Sequence
