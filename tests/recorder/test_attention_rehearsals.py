@@ -11,17 +11,18 @@ from toolkit.config.strategy import Strategy
 from toolkit.recorder.rehearsal.rehearse import rehearse
 
 SIZES = {"hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 64}
-SEQ_LEN = 8192
+POSITIONS = 4096
+"""Positions of a sample on a rank, in its share of the heads."""
 
 
 @pytest.mark.parametrize(
     ("layout", "exchange", "kv_heads", "model"),
     [
         ("cp2-z1-recompute", "ring", 8, "llama-tiny"),
-        ("cp4-z1-recompute", "ring", 2, "llama-tiny"),
-        ("cp4-z1", "gather", 2, "llama-tiny"),
-        ("u2-cp2-z1-recompute", "ring", 4, "llama-tiny"),
-        ("cp2-tp2-sp-z1-recompute", "gather", 2, "llama-tiny"),
+        ("cp4-z1-recompute", "ring", 8, "llama-tiny"),
+        ("cp4-z1", "gather", 8, "llama-tiny"),
+        ("u2-cp2-z1-recompute", "ring", 8, "llama-tiny"),
+        ("cp2-tp2-z1-recompute", "gather", 8, "llama-tiny"),
         ("cp2-z1-recompute", "ring", 2, "mistral-7b"),
     ],
 )
@@ -29,14 +30,15 @@ def test_a_rank_allocates_what_is_estimated(
     make_recipe: Callable[..., Recipe], layout: str, exchange: str, kv_heads: int, model: str
 ) -> None:
     overrides: dict[str, Any] = {**SIZES, "num_attention_heads": 8, "num_key_value_heads": kv_heads}
-    overrides["max_position_embeddings"] = SEQ_LEN
+    strategy = Strategy.parse(layout)
+    seq_len = POSITIONS * strategy.world_size(1)
+    overrides["max_position_embeddings"] = seq_len
     if model == "mistral-7b":
         overrides["sliding_window"] = 1024
-    strategy = Strategy.parse(layout)
     recipe = make_recipe(
         model={"name_or_path": model, "overrides": overrides},
         batch={"global_batch_size": 4, "micro_batch_size": 1},
-        data__seq_len=SEQ_LEN,
+        data__seq_len=seq_len,
         precision="bf16",
         parallel={"cp_exchange": exchange},
     )
