@@ -667,15 +667,15 @@ class TestContextParallelism:
         assert "in another order than their positions" in str(result.diagnosis)
 
     def test_a_block_that_is_merged_twice(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-        blocks = RingExchange.blocks
+        parts = RingExchange.parts
 
         def first_again(ring: Any, key: Any, value: Any, sequence: Any) -> Any:
-            for step, held in enumerate(blocks(ring, key, value, sequence)):
+            for step, held in enumerate(parts(ring, key, value, sequence)):
                 yield held
                 if step == 0:
                     yield held
 
-        monkeypatch.setattr(RingExchange, "blocks", first_again)
+        monkeypatch.setattr(RingExchange, "parts", first_again)
         monkeypatch.setattr(RingExchange, "gradients", as_in_one_block)
         result = train("llama", cp=2, cp_exchange="ring")
         assert cause_of(result) == Cause.CONTEXT

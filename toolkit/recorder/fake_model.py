@@ -394,7 +394,7 @@ def _blocks(
     s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The toolkit's attention as the operation of compiled layers, which needs no values without memory."""
+    """The toolkit's attention as one operation, which compiled layers run: its shapes follow from its operands."""
     query, key, value = (as_autocast(each) for each in (query, key, value))
     token = torch.zeros(1, dtype=torch.int64)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

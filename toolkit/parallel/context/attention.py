@@ -292,6 +292,8 @@ def _gradients(
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this rank's queries, keys and values from that of the output."""
+    if gradient.stride(-1) != 1:
+        gradient = gradient.contiguous()  # kernels need the numbers of a head side by side
     of_query = torch.zeros_like(query, dtype=exact(query))
     # A kernel on a GPU may have the gradients of keys and values for each query head at first.
     most_keys = max(1, query.shape[2] // 2)
