@@ -16,6 +16,7 @@ from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.training_setup import TrainingSetup
 from toolkit.parallel.context import exchange
 from toolkit.parallel.context.attention import SequenceView, attend
+from toolkit.parallel.context.kernels import TileMask
 from toolkit.parallel.context.sequence import SequenceSlice
 from toolkit.recorder.rehearsal.live_bytes import LiveBytes
 
@@ -33,6 +34,13 @@ class NoTransfers:
     get_global_rank = staticmethod(lambda group, rank: rank)
     all_gather_into_tensor = staticmethod(lambda *tensors, **options: mock.Mock())
     reduce_scatter_tensor = staticmethod(lambda *tensors, **options: None)
+
+
+def bias_without_memory(mask: TileMask, like: torch.Tensor) -> torch.Tensor | None:
+    """Stand in for the bias of a tile, which a CPU's kernel takes; a GPU has no such tensor."""
+    if mask.offset is None or mask.is_causal:
+        return None
+    return torch.empty(1, dtype=like.dtype).expand(1, 1, mask.queries, mask.keys)
 
 
 class Allocations(TorchDispatchMode):
@@ -87,7 +95,12 @@ class Setup:
 
     def _allocated_bytes(self, rank: int) -> int:
         group = mock.Mock(rank=lambda: rank, size=lambda: self.ranks)
-        with mock.patch.object(exchange, "dist", NoTransfers), FakeTensorMode(), Allocations() as allocations:
+        with (
+            mock.patch.object(exchange, "dist", NoTransfers),
+            mock.patch.object(TileMask, "bias", bias_without_memory),
+            FakeTensorMode(),
+            Allocations() as allocations,
+        ):
             query, key, value = (
                 torch.empty(self.samples, POSITIONS, heads, HEAD_DIM, dtype=self.dtype).transpose(1, 2).requires_grad_()
                 for heads in (HEADS, self.kv_heads, self.kv_heads)
@@ -122,7 +135,7 @@ def test_attention_allocates_what_the_closed_form_says(
 @pytest.mark.parametrize("kind", ["ring", "gather"])
 def test_attention_in_windows_allocates_what_the_closed_form_says(kind: ExchangeKind, ranks: int, window: int) -> None:
     setup = Setup(kind=kind, ranks=ranks, kv_heads=4, window=window)
-    assert setup.estimated_bytes() == pytest.approx(setup.allocated_bytes(), rel=0.03)
+    assert setup.estimated_bytes() == pytest.approx(setup.allocated_bytes(), rel=0.01)
 
 
 @pytest.mark.parametrize("samples", [2, 16])

@@ -28,8 +28,8 @@ def bytes_in_attention(setup: TrainingSetup, itemsize: int) -> int:
 
     `itemsize`: bytes of an element of queries, keys and values.
 
-    Known errors: documents are taken for one, whose tiles are larger, and a window that the config leaves to the
-    default of its family for none; the padded values of latent attention and the scores of soft caps are not counted.
+    Known errors: documents of a sample count as one, whose tiles are larger; a window that a config leaves to the
+    default of its family, the padded values of latent attention and the scores of soft caps are not counted.
     """
     layout = setup.layout
     tokens = setup.rank_tokens
@@ -92,6 +92,7 @@ class _Operands:
     shares_keys: bool
     """Whether several query heads share keys and values."""
     on_gpu: bool
+    """Whether kernels are those of a GPU, which have a workspace."""
 
     @property
     def _queries(self) -> int:
@@ -117,14 +118,16 @@ class _Operands:
 
         While a tile of another rank's keys is computed there are these and their values, the gradients of these and of
         the rank's own in fp32, and on the way the next keys and values, and gradients as they are sent and as they
-        arrive. Two ranks send none of these meanwhile, and three send the ones or the others.
+        arrive. Two ranks send none of these meanwhile, and three send the ones or the others. So do more ranks while
+        a window within a chunk is computed, which reaches neighbors alone: the first and the last to come.
         """
         half = self.positions // 2
         operand_bytes = self.itemsize * self._keys_and_values
         sum_bytes = _FP32_BYTES * self._keys_and_values
         of_own_keys = self._kernel_bytes(windows, half, min(half, _TILE - 1 + windows.positions))
         of_other_keys = self._kernel_bytes(windows, half, min(half, windows.positions))
-        on_the_way = {2: 0, 3: 2}.get(ranks, 3)
+        reaches_neighbors_alone = windows.in_all_layers and windows.positions <= half
+        on_the_way = {2: 0, 3: 2}.get(ranks, 2 if reaches_neighbors_alone else 3)
         return _FP32_BYTES * self._queries + max(
             sum_bytes + 2 * operand_bytes + of_own_keys,
             2 * sum_bytes + (1 + on_the_way) * operand_bytes + of_other_keys,

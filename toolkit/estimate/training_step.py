@@ -116,13 +116,13 @@ class PassReplay:
         free = self._allocator.free
         made: list[MemoryBlock | None] = []
         for event in self._sections.get(name if layer is None else f"{name} {self._roles[layer]}", ()):
+            if isinstance(event, int) and event >= 0:
+                made.append(allocate(sizes[event]) if sizes[event] else _NOTHING)
+                continue
             if event == _MARK:
                 self._free_unrecorded()
                 if self._in_attention:
                     free(allocate(self._in_attention))
-                continue
-            if isinstance(event, int) and event >= 0:
-                made.append(allocate(sizes[event]) if sizes[event] else _NOTHING)
                 continue
             blocks_at = [(made, ~event)] if isinstance(event, int) else self._named(live, event, layer)
             for blocks, at in blocks_at:

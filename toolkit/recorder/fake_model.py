@@ -402,6 +402,11 @@ def _blocks(
     return output, None
 
 
-for _name, _function in ((_FLASH, _flash), (_BLOCKS, _blocks)):
-    ALL_ATTENTION_FUNCTIONS.register(_name, _function)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_name, lambda *arguments, **options: None)
+def _no_mask(*arguments: Any, **options: Any) -> None:
+    """Make no mask: kernels know that attention is causal."""
+
+
+ALL_ATTENTION_FUNCTIONS.register(_FLASH, _flash)
+ALL_ATTENTION_FUNCTIONS.register(_BLOCKS, _blocks)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_FLASH, _no_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_BLOCKS, _no_mask)

@@ -28,7 +28,7 @@ from toolkit.errors import ModelError
 from toolkit.parallel.context import kernels
 from toolkit.parallel.context.exchange import Exchange, KeyValues
 from toolkit.parallel.context.heads import own_heads, repeated, to_heads, to_positions
-from toolkit.parallel.context.kernels import Scores, TileMask, exact
+from toolkit.parallel.context.kernels import QueryRows, Scores, TileMask, exact
 from toolkit.parallel.context.sequence import SequenceSlice, Tile
 
 NAME = "context_parallel"
@@ -302,8 +302,8 @@ def _gradients(
         operands = _operands(query, block, tile)
         outputs = (each[tile.rows, :, tile.queries] for each in (gradient, output))
         q, k, v, g, o = _padded(*operands, *outputs)
-        lse = sums[tile.rows, :, tile.queries]
-        of_tile = kernels.gradients(g, q, k, v, o, lse, scores, _mask(tile))
+        rows = QueryRows(query=q, gradient=g, output=o, sums=sums[tile.rows, :, tile.queries])
+        of_tile = kernels.gradients(rows, k, v, scores, _mask(tile))
         of_query[tile.rows, :, tile.queries] += of_tile[0][..., : query.shape[-1]]
         sums_of_block.key[tile.rows, :, tile.keys] += of_tile[1][..., : key.shape[-1]]
         sums_of_block.value[tile.rows, :, tile.keys] += of_tile[2][..., : value.shape[-1]]

@@ -7,6 +7,7 @@ Dims: b samples, h heads, g key-value heads, each for r = h/g heads, q queries, 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -58,17 +59,25 @@ def _attend_part(
     return (_by_group(weights, value) @ value[:, :, None]).flatten(1, 2), sums
 
 
+class QueryRows(NamedTuple):
+    """What a backward pass has of some queries: these, the merged output and its gradient, all [b, h, q, d]."""
+
+    query: Tensor
+    gradient: Tensor
+    output: Tensor
+    sums: Tensor
+    """The merged log-sum-exp [b, h, q]."""
+
+    def rows(self, part: slice) -> "QueryRows":
+        """Return those of a part of the queries."""
+        return QueryRows(*(each[:, :, part] for each in self))
+
+
 def gradients(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    sums: Tensor,
-    scores: Scores,
-    mask: "TileMask",
+    queries: QueryRows, key: Tensor, value: Tensor, scores: Scores, mask: "TileMask"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tile's part of the gradients of queries, keys and values; `output` and `sums` are the merged ones."""
+    """Return the tile's part of the gradients of queries, keys and values."""
+    query, gradient, output, sums = queries
     if scores.softcap is None and query.device.type == "cpu":
         computed = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient,
@@ -109,42 +118,32 @@ def gradients(
     of_key = torch.zeros(key.shape, dtype=exact(key), device=key.device)
     of_value = torch.zeros(value.shape, dtype=exact(value), device=value.device)
     for part in _parts(query, key):
-        at = (slice(None), slice(None), part)
-        weights, changes = _weights_and_changes(
-            gradient[at], query[at], key, value, output[at], sums[at], scores, mask, part
-        )
-        received = _by_group(gradient[at], value)
+        rows = queries.rows(part)
+        weights, changes = _weights_and_changes(rows, key, value, scores, mask, part)
+        received = _by_group(rows.gradient, value)
         of_value += (_by_group(weights, value).mT @ received).sum(dim=2, dtype=of_value.dtype)
         shared = _by_group(changes, key)
-        of_query[at] = (shared @ key[:, :, None]).flatten(1, 2)
-        of_key += (shared.mT @ _by_group(query[at], key)).sum(dim=2, dtype=of_key.dtype)
+        of_query[:, :, part] = (shared @ key[:, :, None]).flatten(1, 2)
+        of_key += (shared.mT @ _by_group(rows.query, key)).sum(dim=2, dtype=of_key.dtype)
         del weights, changes, shared  # the scores of one part live at a time
     return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
 
 
 def _weights_and_changes(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    sums: Tensor,
-    scores: Scores,
-    mask: "TileMask",
-    part: slice,
+    rows: QueryRows, key: Tensor, value: Tensor, scores: Scores, mask: "TileMask", part: slice
 ) -> tuple[Tensor, Tensor]:
     """Return the softmax's weights of a part of the queries, and the gradients of the products of queries and keys.
 
     Both are [b, h, q, k], in the dtype of the queries.
     """
-    values, slope = _scores(query, key, scores, mask, part)
-    weights = values.sub_(sums[..., None]).exp_()
-    changes = (_by_group(gradient, value) @ value[:, :, None].mT).flatten(1, 2).to(sums.dtype)
-    means = (gradient.to(sums.dtype) * output).sum(dim=-1, keepdim=True)  # [b, h, q, 1]
+    values, slope = _scores(rows.query, key, scores, mask, part)
+    weights = values.sub_(rows.sums[..., None]).exp_()
+    changes = (_by_group(rows.gradient, value) @ value[:, :, None].mT).flatten(1, 2).to(rows.sums.dtype)
+    means = (rows.gradient.to(rows.sums.dtype) * rows.output).sum(dim=-1, keepdim=True)  # [b, h, q, 1]
     changes.sub_(means).mul_(weights).mul_(scores.scale)
     if slope is not None:
         changes.mul_(slope)
-    return weights.to(query.dtype), changes.to(query.dtype)
+    return weights.to(rows.query.dtype), changes.to(rows.query.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
